@@ -1,0 +1,1 @@
+"""The contract in plain torch: what the other kernels are tested against."""
