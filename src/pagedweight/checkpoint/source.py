@@ -1,0 +1,254 @@
+"""An unquantized Hugging Face MoE checkpoint, checked from its headers and read tensor by tensor.
+
+`SourceCheckpoint.open` reads config.json and file headers only, and refuses what it cannot turn
+into a whole quantized checkpoint. `check_values` then streams every weight once. Both come before
+anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedweight.checkpoint import names
+from pagedweight.checkpoint.experts import ExpertIndex, index_experts
+from pagedweight.checkpoint.shards import open_shards, read_json
+from pagedweight.checkpoint.tensorfile import TensorFile
+from pagedweight.core.geometry import LayerShape
+from pagedweight.errors import CheckpointError, listing
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes done since the last call."""
+
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""Types whose values are checked; the experts must have one of the first three."""
+OTHER_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SourceCheckpoint:
+    """A source that has passed every check a header allows. Reads hold one tensor at a time.
+
+    `moe_layers` are decoder layer numbers; `layer_pos` below is a position in that tuple.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    architecture: names.Architecture
+    shape: LayerShape
+    moe_layers: tuple[int, ...]
+    num_hidden_layers: int
+    activation: str
+    top_k: int
+    tied: bool
+    dtype: torch.dtype
+    files: Mapping[str, TensorFile]
+    experts: ExpertIndex
+
+    @staticmethod
+    def open(path: str | Path) -> SourceCheckpoint:
+        """Check config.json and all headers; raises CheckpointError naming what is wrong."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; download the checkpoint first")
+        config = read_json(folder / "config.json")
+        _refuse_quantized(folder, config)
+        architecture = names.architecture_of(config)
+        text = names.text_config(config)
+        shape = LayerShape(
+            experts=_positive(text, architecture.experts),
+            hidden=_positive(text, architecture.hidden),
+            intermediate=_positive(text, architecture.intermediate),
+        )
+        moe_layers = architecture.moe_layers(text)
+        if not moe_layers:
+            raise CheckpointError(f"{folder} has no layer with routed experts by its config.json")
+        files = open_shards(folder)
+        experts = index_experts(architecture, shape, moe_layers, files)
+        source = SourceCheckpoint(
+            path=folder,
+            config=config,
+            architecture=architecture,
+            shape=shape,
+            moe_layers=moe_layers,
+            num_hidden_layers=_positive(text, ("num_hidden_layers",)),
+            activation=_activation(text, architecture),
+            top_k=_positive(text, architecture.top_k),
+            tied=_tied(config, text, architecture),
+            dtype=TORCH_DTYPES[experts.dtype],
+            files=files,
+            experts=experts,
+        )
+        source._check_heads()
+        return source
+
+    @property
+    def table_dtype(self) -> str:
+        """Type of the centroids by default: the source's when it has 16 bits, else bfloat16."""
+        return "float16" if self.dtype == torch.float16 else "bfloat16"
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's routed experts in the source."""
+        weights = 3 * self.shape.experts * self.shape.hidden * self.shape.intermediate
+        return weights * self.dtype.itemsize
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors; what `check_values` reports as done in the end."""
+        return sum(self.nbytes(name) for name in self.files)
+
+    @cached_property
+    def _plain(self) -> tuple[str, ...]:
+        return tuple(name for name in self.files if name not in self.experts.names)
+
+    def plain_names(self) -> tuple[str, ...]:
+        """Tensors that are not routed experts, in file order: they are copied as they are."""
+        return self._plain
+
+    def nbytes(self, name: str) -> int:
+        return self.files[name].tensors[name].entry.nbytes
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in its own type, in memory of its own."""
+        file = self.files[name]
+        entry = file.tensors[name].entry
+        dtype = {**TORCH_DTYPES, **OTHER_DTYPES}.get(entry.dtype)
+        if dtype is None:
+            raise CheckpointError(f"tensor {name} has type {entry.dtype}, which torch cannot hold")
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(file.read(name), dtype=dtype).reshape(entry.shape)
+
+    def expert(self, layer_pos: int, expert: int, kind: str) -> torch.Tensor:
+        """The [N, K] matrix of one linear block: gate rows then up rows, or down.
+
+        Reads this expert's bytes only, whichever layout the source has.
+        """
+        if kind == "down":
+            return self._expert_part(layer_pos, expert, "down")
+        if kind != "gate_up":
+            raise ValueError(f"kind {kind!r} is not gate_up or down")
+        if self.experts.fused:
+            return self._expert_part(layer_pos, expert, "gate_up")
+        parts = [self._expert_part(layer_pos, expert, part) for part in ("gate", "up")]
+        return torch.cat(parts)
+
+    def _expert_part(self, layer_pos: int, expert: int, part: str) -> torch.Tensor:
+        name = self.experts.name(layer_pos, expert, part)
+        if not self.experts.fused:
+            return self.read(name)
+        file = self.files[name]
+        entry = file.tensors[name].entry
+        nbytes = entry.nbytes // self.shape.experts
+        data = file.read(name, start=expert * nbytes, nbytes=nbytes)
+        matrix = torch.frombuffer(data, dtype=self.dtype).reshape(entry.shape[1:])
+        return matrix.t().contiguous() if self.experts.transposed else matrix
+
+    def check_values(self, progress: Progress | None = None) -> None:
+        """Read every weight once; raises CheckpointError naming each tensor with a NaN or Inf.
+
+        Memory stays at one piece of a tensor. With tied embeddings and a stored head, the two
+        must be equal: loaders that tie would drop the head without a word.
+        """
+        bad = []
+        for name, file in self.files.items():
+            entry = file.tensors[name].entry
+            dtype = TORCH_DTYPES.get(entry.dtype)
+            position, first = 0, None
+            for chunk in file.chunks(name):
+                if dtype is not None:
+                    values = torch.frombuffer(chunk, dtype=dtype)
+                    if first is None and not torch.isfinite(values).all():
+                        at = int((~torch.isfinite(values)).nonzero()[0])
+                        first = (position + at, float(values[at]))
+                    position += values.numel()
+                if progress:
+                    progress(len(chunk))
+            if first is not None:
+                index = [int(i) for i in torch.unravel_index(torch.tensor(first[0]), entry.shape)]
+                bad.append(f"{name}{index} is {first[1]}")
+        if bad:
+            raise CheckpointError(f"{self.path}: values that are not finite: {listing(bad)}")
+        self._check_tied_head()
+
+    def _check_heads(self) -> None:
+        embeddings = [n for n in self.files if n.endswith("embed_tokens.weight")]
+        heads = [n for n in self.files if n.endswith("lm_head.weight")]
+        if not embeddings:
+            raise CheckpointError(f"{self.path} has no embed_tokens.weight")
+        if not heads and not self.tied:
+            raise CheckpointError(
+                f"{self.path} has no lm_head.weight, and its config.json does not tie it to the "
+                f"embeddings (tie_word_embeddings)"
+            )
+
+    def _check_tied_head(self) -> None:
+        heads = [n for n in self.files if n.endswith("lm_head.weight")]
+        if not (self.tied and heads):
+            return
+        embedding = next(n for n in self.files if n.endswith("embed_tokens.weight"))
+        head = heads[0]
+        mine, theirs = (self.files[n].tensors[n].entry for n in (head, embedding))
+        same = (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and all(
+            a == b
+            for a, b in zip(
+                self.files[head].chunks(head), self.files[embedding].chunks(embedding), strict=True
+            )
+        )
+        if not same:
+            raise CheckpointError(
+                f"config.json ties the embeddings, but {head} differs from {embedding}; set "
+                f"tie_word_embeddings to false to keep it, or remove it"
+            )
+
+
+def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
+    found = config.get("quantization_config")
+    if isinstance(found, Mapping):
+        method = found.get("quant_method", "an unnamed method")
+        raise CheckpointError(
+            f"{folder} is already quantized ({method}); start from the unquantized checkpoint"
+        )
+
+
+def _positive(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    found = names.value(config, keys)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise CheckpointError(
+            f"config.json: {' or '.join(keys)} is {found!r}, not a positive count"
+        )
+    return found
+
+
+def _activation(config: Mapping[str, Any], architecture: names.Architecture) -> str:
+    found = names.value(config, architecture.activation)
+    if found not in names.ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: the experts' activation {found!r} is not supported; "
+            f"supported are {listing(names.ACTIVATIONS)}"
+        )
+    return names.ACTIVATIONS[found]
+
+
+def _tied(
+    config: Mapping[str, Any], text: Mapping[str, Any], architecture: names.Architecture
+) -> bool:
+    for place in (config, text):
+        if isinstance(place.get("tie_word_embeddings"), bool):
+            return bool(place["tie_word_embeddings"])
+    return architecture.tied
