@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,7 @@ def best_clusters(x: Array, h: Array, clusters: int) -> float:
     least = np.inf
     for cuts in combinations(range(1, len(x)), clusters - 1):
         edges = (0, *cuts, len(x))
-        parts = zip(edges, edges[1:], strict=False)
-        least = min(least, sum(cluster_error(x[a:b], h[a:b]) for a, b in parts))
+        least = min(least, sum(cluster_error(x[a:b], h[a:b]) for a, b in pairwise(edges)))
     return least
 
 

@@ -24,8 +24,8 @@ _DIGITS = 1 << _DIGIT_BITS
 def _sorted_order(bits, keys, order, keys_to, order_to, counts):
     """Stable radix sort of one row by value; `bits` uint32 [K] are float32 patterns.
 
-    Returns the column numbers by ascending value, int64 [K]: one of the scratch arrays. A digit that is the same in all keys is skipped: weights that come from 16-bit
-    floats need two passes of three.
+    Returns the column numbers by ascending value, int64 [K]: one of the scratch arrays. A digit
+    that is the same in all keys is skipped: weights from 16-bit floats need two passes of three.
     """
     n = bits.size
     for c in range(n):
