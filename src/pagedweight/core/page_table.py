@@ -116,7 +116,8 @@ class WeightPageTable:
     def settled(self) -> Mask:
         """Rows with no transition, no surplus, and d = q."""
         at_rest: Mask = (self.moving == Moving.NONE) & ~self.surplus()
-        return at_rest & (self.desired_bits == self.committed_bits)
+        at_rest &= self.desired_bits == self.committed_bits
+        return at_rest
 
     # -- desired bits ----------------------------------------------------------------------------
 
@@ -206,8 +207,8 @@ class WeightPageTable:
         """
         picked, values = self._pick(rows, bits)
         planes = _count(self.plane_states[picked] == PageState.DEVICE) >= values
-        table = self.table_states[picked, values - self.sizes.lowest] == PageState.DEVICE
-        above = values > self.committed_bits[picked]
+        table: Mask = self.table_states[picked, values - self.sizes.lowest] == PageState.DEVICE
+        above: Mask = values > self.committed_bits[picked]
         return self._still(picked) & above & planes & table
 
     def raise_bits(self, rows: ArrayLike, bits: ArrayLike) -> None:
