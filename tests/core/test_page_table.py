@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagedweight.core.geometry import LayerShape
 from pagedweight.core.page_table import Moving, PageState, WeightPageTable
+from pagedweight.core.size_class import SizeClassPages
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.core.snapshot import TableSnapshot
 
@@ -178,7 +179,7 @@ def test_integrity_lists_every_broken_rule() -> None:
     message = str(caught.value)
     assert "plane below q" in message
     assert "lookup table is not DEVICE" in message
-    assert "bytes by state kept" in message
+    assert "slots by state kept" in message
 
 
 def test_snapshot_survives_the_wire() -> None:
@@ -266,6 +267,7 @@ class TableMachine(RuleBasedStateMachine):
             return
         self.table.check_integrity()
         held = self.table.device_bytes_by_row()
+        assert int(held.sum()) == SizeClassPages.of(self.table.sizes).held_by(self.table.slots())
         assert int(held.sum()) == self.table.bytes_in(PageState.DEVICE) + self.table.bytes_in(
             PageState.IN_TRANSFER
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedweight.core.geometry import KINDS
 from pagedweight.core.page_state import Moving, PageState
 from pagedweight.errors import listing
 
@@ -87,13 +88,13 @@ def _transitions(table: WeightPageTable) -> dict[str, Mask]:
 
 
 def _totals(table: WeightPageTable) -> list[str]:
-    counted = table.count_bytes()
-    kept = np.array([table.bytes_in(state) for state in PageState])
+    counted, kept = table.count_slots(), table.counted
     per_pair = sum(table.sizes.plane_bytes) * table.sizes.planes
-    stored = (per_pair + int(table.sizes.table_bytes.sum())) * (table.rows // 2)
+    stored = (per_pair + int(table.sizes.table_bytes.sum())) * (table.rows // len(KINDS))
+    total = sum(table.bytes_in(state) for state in PageState)
     found = []
     if not np.array_equal(counted, kept):
-        found.append(f"bytes by state kept {kept.tolist()}, counted {counted.tolist()}")
-    if int(counted.sum()) != stored:
-        found.append(f"bytes of all states {int(counted.sum())}, stored {stored}")
+        found.append(f"slots by state kept {kept.tolist()}, counted {counted.tolist()}")
+    if total != stored:
+        found.append(f"bytes of all states {total}, stored {stored}")
     return found

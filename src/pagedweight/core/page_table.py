@@ -21,8 +21,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pagedweight.core.geometry import KINDS
 from pagedweight.core.integrity import violations
 from pagedweight.core.page_state import Moving, PageState
+from pagedweight.core.size_class import SlotCounts
 from pagedweight.core.size_table import BlockIndex, IntArray, SizeTable
 from pagedweight.errors import listing
 
@@ -64,9 +66,7 @@ class WeightPageTable:
         self.plane_states = np.where(on_device, PageState.DEVICE, PageState.HOST).astype(np.uint8)
         at_level = np.array(sizes.levels) == self.committed_bits[:, None]
         self.table_states = np.where(at_level, PageState.DEVICE, PageState.HOST).astype(np.uint8)
-        self._plane_bytes = np.tile(np.array(sizes.plane_bytes, np.int64), rows // 2)
-        self._table_bytes = np.tile(sizes.table_bytes, (rows // 2, 1))
-        self._bytes = self.count_bytes()
+        self._counts = self.count_slots()
 
     @property
     def rows(self) -> int:
@@ -76,29 +76,39 @@ class WeightPageTable:
 
     def bytes_in(self, state: PageState) -> int:
         """Bytes of planes and tables in `state`; the three states add up to everything stored."""
-        return int(self._bytes[state])
+        planes = self._counts[state, :, 0] @ np.array(self.sizes.plane_bytes, np.int64)
+        return int(planes + (self._counts[state, :, 1:] * self.sizes.table_bytes).sum())
 
-    def count_bytes(self, rows: ArrayLike | None = None) -> IntArray:
-        """Bytes by state, int64 [3], counted afresh over `rows` (all when None)."""
-        pick = slice(None) if rows is None else np.asarray(rows, np.int64)
-        planes, tables = self.plane_states[pick], self.table_states[pick]
-        plane_bytes, table_bytes = self._plane_bytes[pick], self._table_bytes[pick]
-        out = np.zeros(len(PageState), np.int64)
-        for state in PageState:
-            out[state] = (planes == state).sum(1) @ plane_bytes
-            out[state] += table_bytes[tables == state].sum()
+    def slots(self) -> SlotCounts:
+        """Device slots taken by arena; a page IN_TRANSFER has one, whichever way it goes."""
+        taken = self._counts[PageState.IN_TRANSFER] + self._counts[PageState.DEVICE]
+        return SlotCounts(taken[:, 0].copy(), taken[:, 1:].copy())
+
+    def count_slots(self, rows: IntArray | None = None) -> IntArray:
+        """Planes and tables by state, counted afresh over `rows` (all when None).
+
+        int64 [states, kinds, 1 + levels]: column 0 counts planes, the others tables by level.
+        """
+        pick = np.arange(self.rows) if rows is None else rows
+        out = np.zeros((len(PageState), len(KINDS), 1 + len(self.sizes.levels)), np.int64)
+        for kind in range(len(KINDS)):
+            of_kind = pick[pick % len(KINDS) == kind]
+            planes, tables = self.plane_states[of_kind], self.table_states[of_kind]
+            for state in PageState:
+                out[state, kind, 0] = np.count_nonzero(planes == state)
+                out[state, kind, 1:] = np.count_nonzero(tables == state, axis=0)
         return out
 
     def device_bytes_by_row(self) -> IntArray:
-        """Bytes that each row holds on the device, moving ones included, int64 [rows].
-
-        A page IN_TRANSFER has its device slot in both directions, so it counts.
-        """
+        """Bytes that each row's slots take on the device, moving ones included, int64 [rows]."""
         planes = _count(self.plane_states != PageState.HOST)
-        tables: IntArray = np.where(self.table_states != PageState.HOST, self._table_bytes, 0).sum(
-            1
-        )
-        return planes * self._plane_bytes + tables
+        here: Mask = self.table_states != PageState.HOST
+        out = np.empty(self.rows, np.int64)
+        for kind, plane_bytes in enumerate(self.sizes.plane_bytes):
+            of_kind = slice(kind, None, len(KINDS))
+            out[of_kind] = planes[of_kind] * plane_bytes
+            out[of_kind] += here[of_kind] @ self.sizes.table_bytes[kind]
+        return out
 
     def mean_bits(self, bits: BitsArray | None = None) -> tuple[float, float, float]:
         """Mean of q (or of `bits`) per weight: (gate_up, down, both weighed by their weights)."""
@@ -162,7 +172,7 @@ class WeightPageTable:
         """Surplus pages and tables are leaving: no step may read them from here on."""
         self._require(self.can_retire(rows), rows, "retire")
         picked = self._rows(rows)
-        before = self.count_bytes(picked)
+        before = self.count_slots(picked)
         planes, tables = self.plane_states[picked], self.table_states[picked]
         bits = self.committed_bits[picked, None]
         leaving = (np.arange(self.sizes.planes) >= bits) & (planes == PageState.DEVICE)
@@ -228,8 +238,13 @@ class WeightPageTable:
             raise AssertionError("weight page table:\n  " + "\n  ".join(found))
 
     def recount(self) -> None:
-        """Count bytes by state afresh, after the columns were filled from outside (a snapshot)."""
-        self._bytes = self.count_bytes()
+        """Count slots by state afresh, after the columns were filled from outside (a snapshot)."""
+        self._counts = self.count_slots()
+
+    @property
+    def counted(self) -> IntArray:
+        """What the verbs kept count of; `count_slots()` afresh must agree."""
+        return self._counts
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -269,7 +284,7 @@ class WeightPageTable:
 
     def _begin(self, rows: ArrayLike, bits: ArrayLike, what: Moving) -> IntArray:
         picked, goal = self._pick(rows, bits)
-        before = self.count_bytes(picked)
+        before = self.count_slots(picked)
         planes = self.plane_states[picked]
         missing = (np.arange(self.sizes.planes) < goal[:, None]) & (planes == PageState.HOST)
         planes[missing] = PageState.IN_TRANSFER
@@ -282,7 +297,7 @@ class WeightPageTable:
     def _opened(
         self, picked: IntArray, goal: BitsArray, what: Moving, before: IntArray
     ) -> IntArray:
-        self._bytes += self.count_bytes(picked) - before
+        self._counts += self.count_slots(picked) - before
         self.moving[picked] = what
         self.goal_bits[picked] = goal
         self.epoch[picked] += 1
@@ -296,12 +311,12 @@ class WeightPageTable:
         return picked[current], current
 
     def _land(self, picked: IntArray, state: PageState) -> None:
-        before = self.count_bytes(picked)
+        before = self.count_slots(picked)
         for column in (self.plane_states, self.table_states):
             part = column[picked]
             part[part == PageState.IN_TRANSFER] = state
             column[picked] = part
-        self._bytes += self.count_bytes(picked) - before
+        self._counts += self.count_slots(picked) - before
         self.moving[picked] = Moving.NONE
         self.version += 1
 
