@@ -1,0 +1,1 @@
+"""The vLLM plugin: the only package that knows vLLM. One small module for each hook."""

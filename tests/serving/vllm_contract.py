@@ -1,0 +1,156 @@
+"""What the plugin relies on in vLLM, and a reader that finds it in sources without importing them.
+
+`CONTRACT` is the whole list: when a hook module starts to use something else of vLLM, it goes here.
+"""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Source = Callable[[str], str]
+"""Path inside the distribution (vllm/...) to the text of that file."""
+
+
+@dataclass(frozen=True)
+class Uses:
+    """`name` (Class, function, Class.method or Class.attribute) defined or imported in `path`.
+
+    `params`: for a function, parameter names that it must accept (or take **kwargs).
+    """
+
+    path: str
+    name: str
+    params: tuple[str, ...] = ()
+
+
+_MOE = "vllm/model_executor/layers/fused_moe"
+_QUANT = "vllm/model_executor/layers/quantization"
+
+CONTRACT = (
+    Uses("vllm/plugins/__init__.py", "load_general_plugins"),
+    Uses("vllm/logger.py", "init_logger", ("name",)),
+    Uses(f"{_QUANT}/__init__.py", "register_quantization_config", ("quantization",)),
+    Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.get_quant_method", ("layer", "prefix")),
+    Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.from_config", ("config",)),
+    Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.get_supported_act_dtypes"),
+    Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.get_min_capability"),
+    Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.get_config_filenames"),
+    Uses("vllm/model_executor/layers/linear.py", "LinearBase"),
+    Uses("vllm/model_executor/layers/linear.py", "UnquantizedLinearMethod"),
+    Uses(f"{_MOE}/__init__.py", "RoutedExperts"),
+    Uses(f"{_MOE}/__init__.py", "FusedMoEMethodBase"),
+    Uses(f"{_MOE}/__init__.py", "FusedMoEConfig"),
+    Uses(
+        f"{_MOE}/fused_moe_method_base.py",
+        "FusedMoEMethodBase.create_weights",
+        (
+            "layer",
+            "num_experts",
+            "hidden_size",
+            "intermediate_size_per_partition",
+            "params_dtype",
+        ),
+    ),
+    Uses(
+        f"{_MOE}/fused_moe_method_base.py",
+        "FusedMoEMethodBase.apply",
+        (
+            "layer",
+            "x",
+            "topk_weights",
+            "topk_ids",
+            "shared_experts",
+            "shared_experts_input",
+        ),
+    ),
+    Uses(f"{_MOE}/fused_moe_method_base.py", "FusedMoEMethodBase.maybe_roundup_sizes"),
+    Uses(f"{_MOE}/fused_moe_method_base.py", "FusedMoEMethodBase.get_fused_moe_quant_config"),
+    Uses(f"{_MOE}/routed_experts.py", "RoutedExperts.expert_map"),
+    Uses(f"{_MOE}/routed_experts.py", "RoutedExperts.global_num_experts"),
+    Uses(f"{_MOE}/routed_experts.py", "RoutedExperts.apply_router_weight_on_input"),
+    Uses(f"{_MOE}/routed_experts.py", "RoutedExperts.layer_name"),
+    Uses(f"{_MOE}/config.py", "FusedMoEConfig.activation"),
+    Uses(f"{_MOE}/config.py", "FusedMoEConfig.moe_parallel_config"),
+    Uses(f"{_MOE}/config.py", "FusedMoEParallelConfig.tp_rank"),
+    Uses(f"{_MOE}/config.py", "FusedMoEParallelConfig.tp_size"),
+    Uses("vllm/config/__init__.py", "get_current_vllm_config"),
+    Uses("vllm/config/vllm.py", "VllmConfig.additional_config"),
+    Uses("vllm/config/vllm.py", "VllmConfig.model_config"),
+    Uses("vllm/config/model.py", "ModelConfig.model"),
+    Uses("vllm/model_executor/models/utils.py", "extract_layer_index", ("layer_name",)),
+    Uses("vllm/entrypoints/cli/main.py", "main"),
+)
+
+
+def wheel_source(wheel: Path) -> Source:
+    """Read files out of a wheel without installing it."""
+    archive = zipfile.ZipFile(wheel)
+    return lambda path: archive.read(path).decode()
+
+
+def tree_source(site: Path) -> Source:
+    """Read files of an installed distribution without importing it."""
+    return lambda path: (site / path).read_text()
+
+
+def broken(uses: Uses, source: Source) -> str | None:
+    """None when `uses` holds in `source`, else one sentence that names what moved."""
+    try:
+        tree = ast.parse(source(uses.path))
+    except (KeyError, FileNotFoundError):
+        return f"{uses.path} is gone (it had {uses.name})"
+    node = _find(tree, uses.name.split("."))
+    if node is None:
+        return f"{uses.name} is no longer in {uses.path}"
+    if uses.params and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        missing = [name for name in uses.params if name not in _parameters(node)]
+        if missing and node.args.kwarg is None:
+            return f"{uses.path}: {uses.name} no longer takes {missing}"
+    return None
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    arguments = node.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return {argument.arg for argument in every}
+
+
+def _find(tree: ast.AST, names: list[str]) -> ast.AST | None:
+    for node in ast.walk(tree) if isinstance(tree, ast.Module) else ast.iter_child_nodes(tree):
+        if _defines(node, names[0]):
+            return node if len(names) == 1 else _member(node, names[1])
+    return None
+
+
+def _member(owner: ast.AST, name: str) -> ast.AST | None:
+    for node in ast.iter_child_nodes(owner):
+        if _defines(node, name):
+            return node
+    for node in ast.walk(owner):  # self.name = ..., set in a method
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Attribute) and target.attr == name:
+                return node
+    return None
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name == name
+    if isinstance(node, ast.AnnAssign):
+        return isinstance(node.target, ast.Name) and node.target.id == name
+    if isinstance(node, ast.Assign):
+        return any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+    if isinstance(node, ast.ImportFrom):
+        return any((alias.asname or alias.name) == name for alias in node.names)
+    return False
