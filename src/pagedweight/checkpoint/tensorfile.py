@@ -203,7 +203,13 @@ def write_atomic(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, read in pieces."""
     digest = hashlib.sha256()
+    for piece in file_pieces(path):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def file_pieces(path: Path) -> Iterator[bytes]:
+    """A file's bytes in pieces of at most CHUNK_BYTES."""
     with path.open("rb") as file:
         while piece := file.read(CHUNK_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+            yield piece

@@ -30,10 +30,10 @@ from pagedweight.checkpoint.manifest import (
 from pagedweight.checkpoint.shards import INDEX, read_json
 from pagedweight.checkpoint.source import Progress, SourceCheckpoint
 from pagedweight.checkpoint.tensorfile import (
-    CHUNK_BYTES,
     Entry,
     TensorFile,
     file_bytes,
+    file_pieces,
     sha256_file,
     write_atomic,
     write_tensors,
@@ -76,13 +76,13 @@ class CheckpointWriter:
         }
         if not self._resumes(started, resume):
             self._check_space()
-            (self.out / PARTIAL).mkdir(parents=True)
+            (self.out / PARTIAL).mkdir(parents=True, exist_ok=True)
             self._write(f"{PARTIAL}/options.json", [json.dumps(started, indent=1).encode()])
         (self.out / "experts").mkdir(exist_ok=True)
 
     def _resumes(self, started: Mapping[str, object], resume: bool) -> bool:
         """Whether OUT is to be continued; raises when it may be neither begun nor continued."""
-        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
+        if not self.out.exists():
             return False
         if not self.out.is_dir():
             raise UserError(f"{self.out} is a file, not a folder")
@@ -92,6 +92,9 @@ class CheckpointWriter:
             )
         options = self.out / PARTIAL / "options.json"
         if not options.exists():
+            # A run killed before its first file leaves an empty PARTIAL: as good as empty.
+            if {path.name for path in self.out.iterdir()} <= {PARTIAL}:
+                return False
             raise UserError(f"{self.out} is not empty; choose another folder or empty it")
         if not resume:
             raise UserError(
@@ -173,7 +176,7 @@ class CheckpointWriter:
         self._write(INDEX, [layout.index_json(self._shards)])
         for name in layout.sidecars(self.source.path):
             (self.out / name).parent.mkdir(exist_ok=True)
-            self._write(name, _file_pieces(self.source.path / name))
+            self._write(name, file_pieces(self.source.path / name))
 
     def finish(self, calibration: Arrays, metadata: Mapping[str, str]) -> None:
         """Write calibration, config.json and, last, the manifest.
@@ -267,9 +270,3 @@ def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> lis
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
     return memoryview(np.ascontiguousarray(array)).cast("B")
-
-
-def _file_pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            yield piece

@@ -45,7 +45,7 @@ def _verify(checkpoint: Checkpoint, console: Console) -> None:
     from pagedweight.errors import CheckpointError, listing
 
     total = sum(record.bytes for record in checkpoint.manifest.files.values())
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checksums", total=total)
         changed = checkpoint.verify(lambda done: bar.advance(task, done))
     if changed:
