@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from factory import ARCHS, make_checkpoint, make_faulty
 from faults import FAULTS
@@ -61,12 +61,23 @@ def test_all_nan_tensors_are_listed(tmp_path):
     bad = [n for n in tensors if n.endswith("experts.2.up_proj.weight")]
     for name in bad:
         tensors[name][-1, -1] = float("nan")
-    from safetensors.torch import save_file
-
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as error:
         SourceCheckpoint.open(path).check_values()
     assert all(f"{name}[47, 63] is nan" in str(error.value) for name in bad)
+
+
+def test_infinite_bounds_pass_and_nan_bounds_do_not(tmp_path):
+    """Gemma 4 stores the clipping range of a linear layer as scalars, infinite when unused."""
+    path = make_checkpoint(tmp_path / "model", arch="gemma4", layout="fused")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.vision_tower.q_proj.input_min"] = torch.tensor(-float("inf"))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    SourceCheckpoint.open(path).check_values()
+    tensors["model.vision_tower.q_proj.input_min"] = torch.tensor(float("nan"))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"input_min\[\] is nan"):
+        SourceCheckpoint.open(path).check_values()
 
 
 def test_progress_reaches_the_total(tmp_path):
@@ -182,3 +193,10 @@ def test_trained_model(tiny_moe):
     assert source.shape == LayerShape(16, 256, 256)
     assert source.tied
     assert source.plain_names()[0] == "model.embed_tokens.weight"
+
+
+def test_trained_sharded_model(lab_moe):
+    source = SourceCheckpoint.open(lab_moe)
+    assert source.shape == LayerShape(12, 640, 512)
+    assert source.layer_bytes == 12 * 3 * 640 * 512 * 2
+    source.check_values()

@@ -303,3 +303,22 @@ def test_fused_and_per_expert_sources_become_the_same_checkpoint(tmp_path):
         files.append({n: d for n, d in found.items() if n != MANIFEST})
         assert not (out / PARTIAL).exists()
     assert files[0] == files[1]
+
+
+def test_optional_measurements_come_back_and_unknown_ones_are_ignored(tmp_path, source):
+    writer = CheckpointWriter(tmp_path / "out", source, BITS)
+    writer.copy_plain()
+    for pos in range(3):
+        layer = random_layer(source.shape, BITS, seed=pos)
+        writer.write_layer(pos, layer.codes, layer.tables)
+    calibration = flat_calibration(source.shape, 3, len(BITS))
+    calibration["sensitivity"] = calibration["error"] * 7
+    calibration["residual.weights"] = np.array([[-1.5, 2.0]], np.float32)
+    calibration["weather"] = np.ones(2, np.float32)
+    writer.finish(calibration, METADATA)
+    read = Checkpoint.open(tmp_path / "out").calibration()
+    assert np.array_equal(read.damage(), calibration["sensitivity"])
+    assert {n: a.tolist() for n, a in read.residual.items()} == {"residual.weights": [[-1.5, 2.0]]}
+    assert read.metadata == METADATA
+    for kind in ("gate_up", "down"):
+        assert np.array_equal(read.second_moment[kind], calibration[f"second_moment.{kind}"])

@@ -7,6 +7,7 @@ anything is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,33 +163,37 @@ class SourceCheckpoint:
     def check_values(self, progress: Progress | None = None) -> None:
         """Read every weight once; raises CheckpointError naming each tensor with a NaN or Inf.
 
-        Memory stays at one piece of a tensor. With tied embeddings and a stored head, the two
-        must be equal: loaders that tie would drop the head without a word.
+        Memory stays at one piece of a tensor. An infinity that is alone in its tensor is a bound
+        (Gemma 4 stores the clipping range of its towers so) and passes. With tied embeddings and a
+        stored head, the two must be equal: loaders that tie would drop the head without a word.
         """
-        bad = []
-        for name, file in self.files.items():
-            entry = file.tensors[name].entry
-            dtype = TORCH_DTYPES.get(entry.dtype)
-            position, first = 0, None
-            for chunk in file.chunks(name):
-                if dtype is not None:
-                    values = torch.frombuffer(chunk, dtype=dtype)
-                    if first is None and not torch.isfinite(values).all():
-                        at = int((~torch.isfinite(values)).nonzero()[0])
-                        first = (position + at, float(values[at]))
-                    position += values.numel()
-                if progress:
-                    progress(len(chunk))
-            if first is not None:
-                index = [int(i) for i in torch.unravel_index(torch.tensor(first[0]), entry.shape)]
-                bad.append(f"{name}{index} is {first[1]}")
-        if bad:
+        found = (self._first_bad_value(name, progress) for name in self.files)
+        if bad := [text for text in found if text]:
             raise CheckpointError(f"{self.path}: values that are not finite: {listing(bad)}")
         self._check_tied_head()
 
+    def _first_bad_value(self, name: str, progress: Progress | None) -> str:
+        """Name, index and value of a tensor's first NaN or Inf, or an empty string."""
+        file = self.files[name]
+        entry = file.tensors[name].entry
+        dtype = TORCH_DTYPES.get(entry.dtype)
+        position, text = 0, ""
+        for chunk in file.chunks(name):
+            if dtype is not None:
+                values = torch.frombuffer(chunk, dtype=dtype)
+                bad = values.isnan() if math.prod(entry.shape) == 1 else ~values.isfinite()
+                if not text and bad.any():
+                    at = int(bad.nonzero()[0])
+                    index = torch.unravel_index(torch.tensor(position + at), entry.shape)
+                    text = f"{name}{[int(i) for i in index]} is {float(values[at])}"
+                position += values.numel()
+            if progress:
+                progress(len(chunk))
+        return text
+
     def _check_heads(self) -> None:
-        embeddings = [n for n in self.files if n.endswith("embed_tokens.weight")]
-        heads = [n for n in self.files if n.endswith("lm_head.weight")]
+        embeddings = [n for n in self.files if f".{n}".endswith(".embed_tokens.weight")]
+        heads = [n for n in self.files if f".{n}".endswith(".lm_head.weight")]
         if not embeddings:
             raise CheckpointError(f"{self.path} has no embed_tokens.weight")
         if not heads and not self.tied:
@@ -198,10 +203,10 @@ class SourceCheckpoint:
             )
 
     def _check_tied_head(self) -> None:
-        heads = [n for n in self.files if n.endswith("lm_head.weight")]
+        heads = [n for n in self.files if f".{n}".endswith(".lm_head.weight")]
         if not (self.tied and heads):
             return
-        embedding = next(n for n in self.files if n.endswith("embed_tokens.weight"))
+        embedding = next(n for n in self.files if f".{n}".endswith(".embed_tokens.weight"))
         head = heads[0]
         mine, theirs = (self.files[n].tensors[n].entry for n in (head, embedding))
         same = (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and all(
