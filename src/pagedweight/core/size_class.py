@@ -85,11 +85,17 @@ class SizeClassPages:
         after = -(-(slots - removed) * slot_bytes // self.page_bytes)
         return (before - after) * self.page_bytes
 
-    def step_slots(self, kind: int, level: int) -> IntArray:
-        """Change of `slots` when one row of `kind` goes from level index `level` + 1 to `level`."""
-        change = np.zeros(len(self.slot_bytes), np.int64)
-        change[kind] = -1
-        first = len(KINDS) + kind * self.levels
-        change[first + level] = 1
-        change[first + level + 1] = -1
-        return change
+    def all_step_slots(self) -> IntArray:
+        """Change of slots when one row goes down a step, int64 [steps * kinds, classes].
+
+        Row step * kinds + kind: from level index step + 1 to step.
+        """
+        kinds = len(KINDS)
+        change = np.zeros((self.levels - 1, kinds, len(self.slot_bytes)), np.int64)
+        for step in range(self.levels - 1):
+            for kind in range(kinds):
+                first = kinds + kind * self.levels
+                change[step, kind, kind] = -1
+                change[step, kind, first + step] = 1
+                change[step, kind, first + step + 1] = -1
+        return change.reshape(-1, len(self.slot_bytes))

@@ -1,0 +1,92 @@
+"""Plan: the page movement plan {(i, q_i -> d_i, Delta_i)} that a planner step returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedweight.core.geometry import KINDS
+from pagedweight.core.page_table import WeightPageTable
+from pagedweight.core.planner.context import Levels, PlanContext
+from pagedweight.core.planner.score import Rows
+from pagedweight.core.size_table import IntArray
+
+Kind = Literal["none", "offload", "reload"]
+BitsArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Rows that change their desired bits.
+
+    kind:           "none" when no row does.
+    stage:          bitwidth-floor stage that it was made under; "restore" for a reload.
+    rows:           int64 [n], ascending; from_bits, to_bits: int32 [n].
+    delta:          int64 [n], M^from - M^to in bytes (eq. 3), negative for a reload.
+    target_bytes:   D that it was made for; for a reload the bytes that it may take.
+    returned_bytes: whole pages that come back, negative: that are taken.
+    damage:         predicted (eq. 8), in the units of sensitivity; negative: recovered.
+    """
+
+    kind: Kind
+    stage: str
+    rows: IntArray
+    from_bits: BitsArray
+    to_bits: BitsArray
+    delta: IntArray
+    target_bytes: int
+    returned_bytes: int
+    damage: float
+
+    @staticmethod
+    def none(stage: str = "", target_bytes: int = 0) -> Plan:
+        """The empty plan."""
+        ints, bits = np.empty(0, np.int64), np.empty(0, np.int32)
+        return Plan("none", stage, ints, bits, bits, ints, target_bytes, 0, 0.0)
+
+    @staticmethod
+    def between(
+        context: PlanContext, rows: Rows, after: Levels, slots: IntArray, stage: str, target: int
+    ) -> Plan:
+        """The plan that takes `rows` to level indices `after` (one direction only).
+
+        slots: int64 [classes], slots in every arena when settled there.
+        """
+        moved = np.flatnonzero(rows.now != after)
+        if not moved.size:
+            return Plan.none(stage, target)
+        sizes = context.sizes
+        old, new, kinds = rows.now[moved], after[moved], moved % len(KINDS)
+        delta = sizes.resident[kinds, old] - sizes.resident[kinds, new]
+        offload = bool(delta[0] > 0)
+        low, high = (after, rows.now) if offload else (rows.now, after)
+        crossed = context.between(low, high)
+        harm = float(np.sum(rows.damage.predicted * crossed, dtype=np.float64))
+        return Plan(
+            kind="offload" if offload else "reload",
+            stage=stage,
+            rows=moved,
+            from_bits=context.bits_of(old),
+            to_bits=context.bits_of(new),
+            delta=delta,
+            target_bytes=target,
+            returned_bytes=rows.held - int(context.pages.held(slots)),
+            damage=harm * context.damage_unit * (1.0 if offload else -1.0),
+        )
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether an offload gives all the bytes that it was made for."""
+        return self.returned_bytes >= self.target_bytes
+
+    @property
+    def pages(self) -> int:
+        """Planes that move."""
+        return int(np.abs(self.from_bits - self.to_bits).sum())
+
+    def apply(self, table: WeightPageTable) -> None:
+        """Write d_i of the plan's rows into `table`."""
+        table.set_desired(self.rows, self.to_bits)

@@ -1,0 +1,40 @@
+"""BitwidthFloorStages: how low each row may go, stage by stage (Algorithm 1 line 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedweight.core.planner.context import Levels, PlanContext
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A policy's `FloorStage` over the levels that the checkpoint has.
+
+    floors: int8 [buckets], lowest level index by bucket.
+    """
+
+    name: str
+    floors: Levels
+    depth_cap: int | None
+    emergency: bool
+
+
+def bitwidth_floor_stages(context: PlanContext) -> tuple[Stage, ...]:
+    """The stages, most protective first; floors the checkpoint lacks move to its nearest level.
+
+    Emergency stages are left out when the policy forbids them or they allow nothing that the
+    stage before does not.
+    """
+    low, high = context.sizes.lowest, context.sizes.planes
+    stages: list[Stage] = []
+    for stage in context.policy.stages:
+        floors = (np.clip(stage.floors, low, high) - low).astype(np.int8)
+        if stage.emergency:
+            lower = bool(stages) and bool((floors < stages[-1].floors).any())
+            if not (context.policy.allow_emergency and lower):
+                continue
+        stages.append(Stage(stage.name, floors, stage.depth_cap, stage.emergency))
+    return tuple(stages)

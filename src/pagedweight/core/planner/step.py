@@ -1,0 +1,90 @@
+"""PlanStep: one step of the runtime planner (Algorithm 1), and a holder of its queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagedweight.core.observation import KVPressure, Observation
+from pagedweight.core.page_table import WeightPageTable
+from pagedweight.core.planner.context import PlanContext, TableState
+from pagedweight.core.planner.greedy import first_steps, greedy_select
+from pagedweight.core.planner.plan import Plan
+from pagedweight.core.planner.queue import PlanQueue, refresh_plan_queue, select_best_plan
+from pagedweight.core.planner.restore import restore_plan
+from pagedweight.core.planner.score import Rows, predict_damage, score_actions
+from pagedweight.core.planner.stages import bitwidth_floor_stages
+from pagedweight.core.planner.target import (
+    emergency_bytes,
+    pressure_triggered,
+    spare_bytes,
+    target_bytes_from_kv_pressure,
+)
+
+
+def plan_step(
+    table: TableState, observation: Observation, context: PlanContext, queue: PlanQueue
+) -> tuple[PlanQueue, Plan]:
+    """Algorithm 1: (Q_{t+1}, Pi_t). Pure: equal inputs give equal plans.
+
+    Pi_t is an offload when pressure is triggered, a reload when there are bytes to spare and the
+    dwell is over, else empty. Rows of a plan start from d_i; whoever carries it out writes d_i.
+    """
+    policy, kv = context.policy, observation.kv
+    if context.steps == 0 or not policy.use_movement:
+        return queue, Plan.none()
+    damage = queue.damage
+    if damage is None or damage.signals is not observation.signals:
+        damage = predict_damage(context, observation.signals)
+    rows = Rows.of(context, damage, context.levels_of(table.desired_bits))
+    on_way = context.pages.held_by(table.slots) - rows.held
+    queue = _refreshed(context, kv, replace(queue, damage=damage), rows, on_way)
+    if pressure_triggered(kv, policy.offload_blocks):
+        queue = replace(queue, last_pressure_step=observation.step)
+        return queue, _capped(context, rows, select_best_plan(queue))
+    since = queue.last_pressure_step
+    if since is not None and observation.step - since < policy.dwell_steps:
+        return queue, Plan.none()
+    return queue, restore_plan(context, rows, spare_bytes(kv, policy.reload_blocks, on_way))
+
+
+def _refreshed(
+    context: PlanContext, kv: KVPressure, queue: PlanQueue, rows: Rows, on_way: int
+) -> PlanQueue:
+    """Lines 4 to 9: the target, then a candidate plan of the floor stages into the queue.
+
+    The loop ends at the first stage that meets the target: SelectBestPlan would not look further.
+    """
+    target = target_bytes_from_kv_pressure(kv, context.policy.offload_blocks, on_way)
+    queue = replace(queue, plans=())
+    for stage in bitwidth_floor_stages(context):
+        wanted = emergency_bytes(kv, on_way) if stage.emergency else target
+        plan = greedy_select(context, score_actions(rows, stage), wanted)
+        queue = refresh_plan_queue(queue, plan, stage.emergency)
+        if plan.satisfied:
+            break
+    return queue
+
+
+def _capped(context: PlanContext, rows: Rows, plan: Plan) -> Plan:
+    """`plan` with the first `offload_pages_per_step` of its steps; the next step plans the rest."""
+    cap = context.policy.offload_pages_per_step
+    if plan.pages <= cap:
+        return plan
+    after = rows.now.copy()
+    after[plan.rows] = context.levels_of(plan.to_bits)
+    after = first_steps(context, rows, after, cap)
+    slots = context.slots(after)
+    return Plan.between(context, rows, after, slots, plan.stage, plan.target_bytes)
+
+
+class Planner:
+    """A context and the queue that its steps hand on."""
+
+    def __init__(self, context: PlanContext) -> None:
+        self.context = context
+        self.queue = PlanQueue()
+
+    def step(self, table: WeightPageTable, observation: Observation) -> Plan:
+        """Plan one step from `table`; the caller applies the plan (`Plan.apply`)."""
+        self.queue, plan = plan_step(TableState.of(table), observation, self.context, self.queue)
+        return plan
