@@ -30,7 +30,7 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
     return [
         sys.executable,
         "-m",
-        "vllm.entrypoints.cli.main",
+        "pagedweight.serving.vllm_cli",
         "serve",
         str(path),
         _FLAG,

@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from pagedweight.errors import UserError
 from pagedweight.serving.moe_op import register_layer
+from pagedweight.serving.plugin import announce
 from pagedweight.serving.store import Part, expert_store
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -28,6 +29,7 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
 
     def __init__(self, moe: FusedMoEConfig, prefix: str):
         super().__init__(moe)
+        announce()
         self.decoder_layer = extract_layer_index(prefix)
         activation = moe.activation.value
         if activation not in _ACTIVATIONS:

@@ -9,32 +9,40 @@ Tested with vLLM 0.26 and 0.32.
 
 from __future__ import annotations
 
+import logging
 import os
 
 from pagedweight import __version__
 from pagedweight.serving.versions import check_version, vllm_version
 
-_registered_in: int | None = None
+_announced_in: int | None = None
 
 
 def register() -> None:
     """Register `--quantization pagedweight`. Raises UserError on an untested vLLM."""
-    global _registered_in
-    if _registered_in == os.getpid():
-        return
-    found = vllm_version()
-    check_version(found)
-    from vllm.logger import init_logger
-
+    check_version(vllm_version())
     # Importing the module registers the class; a second import does nothing.
     from pagedweight.serving import quant_config  # noqa: F401
 
-    _registered_in = os.getpid()
-    init_logger("vllm.pagedweight").info(
-        "pagedweight %s is active in process %d (vLLM %s)", __version__, os.getpid(), found
+    announce()
+
+
+def announce() -> None:
+    """Say once in each process that the plugin is there.
+
+    Called wherever the plugin comes to life: the API server registers before its logging is set up,
+    and a worker that was forked from the engine core is not asked to load plugins again.
+    """
+    global _announced_in
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.pagedweight")
+    if _announced_in == os.getpid() or not logger.isEnabledFor(logging.INFO):
+        return
+    _announced_in = os.getpid()
+    logger.info(
+        "pagedweight %s is active in process %d (vLLM %s)",
+        __version__,
+        os.getpid(),
+        vllm_version(),
     )
-
-
-def is_registered() -> bool:
-    """Whether this very process has registered the plugin (a fork inherits nothing)."""
-    return _registered_in == os.getpid()

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from pagedweight.checkpoint.manifest import FORMAT_VERSION
 from pagedweight.errors import CheckpointError
+from pagedweight.serving.plugin import announce
 
 NAME = "pagedweight"
 
@@ -54,6 +55,7 @@ class PagedWeightConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> PagedWeightConfig:
         """Read the `quantization_config`; CheckpointError on a format that is not ours to read."""
+        announce()
         found = config.get("format_version")
         if found != FORMAT_VERSION:
             raise CheckpointError(

