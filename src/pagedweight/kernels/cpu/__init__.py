@@ -1,0 +1,1 @@
+"""The contract on the CPU: planes read in place by code that numba compiles at first use."""
