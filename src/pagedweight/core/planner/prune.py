@@ -22,18 +22,26 @@ def prune(
 ) -> tuple[Levels, IntArray]:
     """Level indices and slots with unneeded deepest steps undone, most damaging first.
 
-    Each row's deepest step is looked at once; one that would leave less than `target` bytes of
-    whole pages closes its size class (kind and level). Equal damage: the lower row first.
+    A step that would leave less than `target` bytes of whole pages closes its size class (kind and
+    level) for this pass; passes end when one undoes nothing. Equal damage: the lower row first.
     """
     spare = rows.held - int(context.pages.held(slots)) - target
     ledger = Ledger(context, slots)
     classes = range(context.steps * len(KINDS))
-    fitting = [of for of in classes if ledger.cost_of_rise(of) <= spare]
+    while fitting := [of for of in classes if ledger.cost_of_rise(of) <= spare]:
+        spare, undone, after = _undo(rows, after, ledger, fitting, spare)
+        if not undone:
+            break
+    return after, ledger.slots
+
+
+def _undo(
+    rows: Rows, after: Levels, ledger: Ledger, fitting: list[int], spare: int
+) -> tuple[int, int, Levels]:
+    """One pass over every row's deepest step: bytes still to spare, steps undone, level indices."""
     queues = {of: _deepest(rows, after, of) for of in fitting}
     heads = {of: head for of in fitting if (head := next(queues[of], None)) is not None}
-    if not heads:
-        return after, slots
-    out = after.copy()
+    out, undone = after.copy(), 0
     while heads:
         of = min(heads, key=heads.__getitem__)
         cost = ledger.cost_of_rise(of)
@@ -42,10 +50,11 @@ def prune(
             continue
         ledger.rise(of)
         spare -= cost
+        undone += 1
         out[heads.pop(of)[1]] += 1
         if (head := next(queues[of], None)) is not None:
             heads[of] = head
-    return out, ledger.slots
+    return spare, undone, out
 
 
 def _deepest(rows: Rows, after: Levels, of: int) -> Iterator[tuple[float, int]]:
