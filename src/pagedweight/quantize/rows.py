@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pagedweight.core.geometry import MAX_BITS, MIN_BITS
-from pagedweight.quantize.centroids import TORCH_DTYPE, TableDtype, level_tables
+from pagedweight.quantize.centroids import TORCH_DTYPE, level_tables
 
 Backend = Literal["numba", "torch"]
 DEFAULT_LEVELS = (2, 3, 4, 5, 6)
@@ -49,7 +49,7 @@ def quantize_rows(
     weights: npt.NDArray[np.float32] | torch.Tensor,
     importance: npt.NDArray[np.floating] | torch.Tensor | None,
     levels: Sequence[int] = DEFAULT_LEVELS,
-    table_dtype: TableDtype = "bfloat16",
+    table_dtype: str = "bfloat16",
     backend: Backend = "numba",
 ) -> RowCodes:
     """Quantize the rows of `weights`, float32 [N, K], to nested codes at every one of `levels`.
