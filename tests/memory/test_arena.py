@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagedweight.errors import Transient
-from pagedweight.memory.arena import Arena
+from pagedweight.memory.arena import Arena, ArenaFull
 from pagedweight.memory.fake import FakeDevice, fail_at
 from pagedweight.memory.interface import POISON
 from pagedweight.memory.pool import PagePool, PoolShort
@@ -44,10 +44,11 @@ class ArenaMachine(RuleBasedStateMachine):
     def allocate(self, count, urgent):
         owners = list(range(self.next, self.next + count))
         before, room = self.arena.end, 64 - self.arena.used
-        if count > room:
-            return
         try:
             slots = self.arena.allocate(owners, urgent)
+        except ArenaFull:
+            assert count > room
+            return
         except PoolShort:
             assert self.arena.end == before
             assert self.arena.pages_for(count) > self.pool.can_take(urgent)

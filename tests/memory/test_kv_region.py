@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagedweight.errors import Transient
 from pagedweight.memory.fake import FakeDevice, fail_at
 from pagedweight.memory.host import HostDevice
-from pagedweight.memory.interface import DONE
 from pagedweight.memory.kv_region import Granule, KVRegion, strided_granules
 from pagedweight.memory.pool import PagePool, PoolShort
 
@@ -59,7 +58,7 @@ class RegionMachine(RuleBasedStateMachine):
         for granule in some:
             del self.mark[granule]
         try:
-            self.region.shrink(some, self.device.fence())
+            self.region.shrink(some)
         except Transient:
             assert set(some).isdisjoint(self.region.backed)
 
@@ -135,10 +134,10 @@ def test_a_shared_page_stays_while_either_granule_needs_it():
     region = KVRegion(device, pool, 12000, halves, tolerant=False)
     region.grow([0, 1])
     assert pool.free == 0
-    region.shrink([0], DONE)
+    region.shrink([0])
     assert region.reclaim() == 1
     region.grow([0])
-    region.shrink([0, 1], DONE)
+    region.shrink([0, 1])
     assert region.reclaim() == 3
 
 
@@ -178,7 +177,7 @@ def test_the_tensor_of_a_host_region_is_where_granules_appear():
     assert tensor.numel() == region.nbytes
     region.grow([1])
     tensor[64 << 10 : 128 << 10] = 3
-    region.shrink([1], DONE)
+    region.shrink([1])
     region.reclaim()
     region.grow([1])
     assert not tensor[64 << 10 : 128 << 10].any()

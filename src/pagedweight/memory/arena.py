@@ -17,15 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from pagedweight.errors import Transient, listing
+from pagedweight.memory.attempts import all_of
 from pagedweight.memory.backing import Backing
 from pagedweight.memory.interface import POISON, Completion, Device, pages_of
 from pagedweight.memory.pool import PagePool
 
 HOLE = -1
+
+
+class ArenaFull(Transient):
+    """No addresses are left, because late copies still write to slots; nothing was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,11 @@ class Arena:
         self._pages = 0
 
     @property
+    def slack(self) -> int:
+        """Pages wholly past the end that `release` would let go."""
+        return self._pages - self._pages_at(self.end)
+
+    @property
     def used(self) -> int:
         """Slots that have an owner."""
         return self.end - len(self._holes)
@@ -83,10 +94,13 @@ class Arena:
         return self.backing.missing(range(self._pages_at(self._end_with(more))))
 
     def allocate(self, owners: Sequence[int], urgent: bool = False) -> list[int]:
-        """A slot for each owner, holes first; all or none. Raises PoolShort or Transient."""
+        """A slot for each owner, holes first; all or none.
+
+        Raises PoolShort, ArenaFull or Transient.
+        """
         end = self._end_with(len(owners))
         if end > len(self._owner):
-            raise ValueError(f"{self.name}: {len(owners)} more slots than its {len(self._owner)}")
+            raise ArenaFull(f"{self.name}: {end} slots where {len(self._owner)} have addresses")
         pages = self._pages_at(end)
         self.backing.back(range(self._pages, pages), urgent)
         self._pages = max(self._pages, pages)
@@ -100,12 +114,16 @@ class Arena:
     def free(self, slots: Iterable[int]) -> None:
         """The slots become holes. With poison on, raises Transient after they all are."""
         freed = list(slots)
-        for slot in freed:
+        self.discard(freed)
+        self._taint(freed)
+
+    def discard(self, slots: Iterable[int]) -> None:
+        """The slots become holes, whatever they hold; never fails."""
+        for slot in slots:
             if not 0 <= slot < self.end or slot in self._holes or slot in self._pinned:
                 raise ValueError(f"{self.name}: slot {slot} is not there to be freed")
             self._owner[slot] = HOLE
             self._holes.add(slot)
-        self._taint(freed)
 
     def pin(self, slots: Iterable[int]) -> None:
         """The slots are being uploaded to: they are not moved."""
@@ -167,14 +185,10 @@ class Arena:
     def _taint(self, slots: Sequence[int]) -> None:
         if not self._poison:
             return
-        failure: Transient | None = None
-        for slot in slots:
-            try:
-                self._device.fill(self.address(slot), self.slot_bytes, POISON)
-            except Transient as error:
-                failure = failure or error
-        if failure:
-            raise failure
+        all_of(
+            partial(self._device.fill, self.address(slot), self.slot_bytes, POISON)
+            for slot in slots
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError when slots, holes, pins and pages do not fit together."""

@@ -14,8 +14,10 @@ mapped as surplus with nothing to wait for, so undoing can never fail itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from pagedweight.errors import Transient
+from pagedweight.memory.attempts import all_of
 from pagedweight.memory.interface import DONE, AddressRange, Completion, Device
 from pagedweight.memory.pool import PagePool
 
@@ -95,26 +97,18 @@ class Backing:
 
         Raises the first Transient after having tried all; what could not go stays surplus.
         """
-        # Many pages share a fence: ask each one once.
-        passed = {
-            id(fence): fence.done() for fence in {id(f): f for f in self._surplus.values()}.values()
-        }
-        ready = sorted(index for index, fence in self._surplus.items() if passed[id(fence)])
-        gone, failure = 0, None
-        for first, count in runs(ready):
-            try:
-                self._device.unmap(self.span, first, count)
-            except Transient as error:
-                failure = failure or error
-                continue
-            indices = range(first, first + count)
-            for index in indices:
-                del self._surplus[index]
-            self._pool.give([self._held.pop(index) for index in indices], self.span.name)
-            gone += count
-        if failure:
-            raise failure
-        return gone
+        fences = {id(fence): fence for fence in self._surplus.values()}  # shared by many pages
+        passed = {key for key, fence in fences.items() if fence.done()}
+        ready = sorted(index for index, fence in self._surplus.items() if id(fence) in passed)
+        return sum(all_of(partial(self._unmap, *run) for run in runs(ready)))
+
+    def _unmap(self, first: int, count: int) -> int:
+        self._device.unmap(self.span, first, count)
+        indices = range(first, first + count)
+        for index in indices:
+            del self._surplus[index]
+        self._pool.give([self._held.pop(index) for index in indices], self.span.name)
+        return count
 
     def pages(self) -> list[int]:
         """Physical pages held, for the pool's integrity check."""

@@ -85,11 +85,11 @@ class FakeDevice:
         self.submitted = 0
         self.executed = 0
         self._queue: deque[Callable[[], None]] = deque()
-        self._uploads: list[_Upload] = []
+        self.waiting: list[_Upload] = []
         self._spans: dict[str, tuple[AddressRange, _Span]] = {}
         self._page_at: dict[int, tuple[str, int]] = {}
         self._pages = 0
-        self._upload_number = 0
+        self.upload_number = 0
 
     # -- at once ---------------------------------------------------------------------------------
 
@@ -182,17 +182,17 @@ class FakeDevice:
 
     def upload(self, copies: Sequence[Copy]) -> Completion:
         self._call("upload", copies[0].target if copies else 0, len(copies))
-        fails = self.upload_fault(self._upload_number, "upload")
-        self._upload_number += 1
+        fails = self.upload_fault(self.upload_number, "upload")
+        self.upload_number += 1
         upload = _Upload(self, list(copies), self.submitted, fails)
-        self._uploads.append(upload)
+        self.waiting.append(upload)
         if not self.lazy:
             self.perform(upload)
         return upload
 
     def run_uploads(self, count: int | None = None) -> None:
         """Finish up to `count` uploads, oldest first, of those that may have begun by now."""
-        ready = [u for u in self._uploads if u.position <= self.executed]
+        ready = [u for u in self.waiting if u.position <= self.executed]
         for upload in ready[:count]:
             self.perform(upload)
 
@@ -200,7 +200,7 @@ class FakeDevice:
         """Do one upload's copies, or the first half of them when it is to fail."""
         if upload.finished:
             return
-        self._uploads.remove(upload)
+        self.waiting.remove(upload)
         upload.finished = True
         count = len(upload.copies) // 2 if upload.fails else len(upload.copies)
         for copy in upload.copies[:count]:
@@ -224,7 +224,7 @@ class FakeDevice:
 
     def close(self) -> None:
         self._queue.clear()
-        self._uploads.clear()
+        self.waiting.clear()
         self._spans.clear()
 
     def require_mapped(self, address: int, nbytes: int, what: str) -> None:

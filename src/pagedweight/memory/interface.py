@@ -127,7 +127,11 @@ class Device(Protocol):
         ...
 
     def after(self, completion: Completion) -> None:
-        """In order: what is submitted next starts only after `completion` (an upload)."""
+        """In order: what is submitted next starts only after `completion` (an upload).
+
+        Raises Transient when the upload is known to have failed. One that fails later is a failure
+        of the device as a whole, as any failed copy is on CUDA.
+        """
         ...
 
     def read(self, address: int, nbytes: int) -> Bytes:

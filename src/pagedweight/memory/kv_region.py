@@ -92,17 +92,19 @@ class KVRegion:
             raise
         self._backed[list(granules)] = True
 
-    def shrink(self, granules: Sequence[int], fence: Completion) -> None:
-        """`granules` are used by no step after `fence`; `reclaim` returns pages when it is done.
+    def shrink(self, granules: Sequence[int]) -> None:
+        """No step submitted from now on uses `granules`; their pages go when the others are done.
 
         With poison on, raises Transient after the granules are gone.
         """
         self._require(granules, backed=True)
         self._backed[list(granules)] = False
         self._count(granules, -1)
-        self._release(granules, fence)
-        if self._poison:
-            self._fill(granules, POISON)
+        try:
+            if self._poison:
+                self._fill(granules, POISON)
+        finally:
+            self._release(granules, self._device.fence())
 
     def reclaim(self) -> int:
         """Pages that went back to the pool. Raises Transient; what is left is tried again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 
 from pagedweight.errors import Transient, listing
@@ -71,7 +71,7 @@ class PagePool:
         """Pages that `owner` holds."""
         return self._owner.count(owner)
 
-    def check_integrity(self, holders: dict[str, Iterable[int]] | None = None) -> None:
+    def check_integrity(self, holders: Mapping[str, Iterable[int]] | None = None) -> None:
         """Raise AssertionError when a page is lost or held twice.
 
         `holders` is who says to hold what; when given, it must be exactly what the pool gave.

@@ -1,0 +1,100 @@
+"""The worker side of the runtime: one rank's memory, driven by the plans of the scheduler.
+
+`apply` is called on entry to a step, before anything of it is launched: that is the safe boundary.
+What the device or the pool refuses is rolled back, counted and reported; it never stops a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pagedweight.errors import Transient
+from pagedweight.memory.kv_region import KVRegion
+from pagedweight.runtime.messages import (
+    Signals,
+    StepPlan,
+    WorkerReport,
+    check_version,
+    mask_of,
+)
+from pagedweight.runtime.mover import Mover
+
+
+class MemoryWorker:
+    """Applies `StepPlan`s to a rank's weights and, when it has one, its KV region."""
+
+    def __init__(self, mover: Mover, kv: KVRegion | None = None) -> None:
+        self.mover = mover
+        self.kv = kv
+        self.counters = mover.counters
+        self._pool = mover.weights.pool
+        self._step = 0
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do what `plan` says, in its order. A batch to prepare and commit at once is waited for.
+
+        Waiting is in order on the device, so on CUDA it does not stop the host.
+        """
+        check_version(plan)
+        self._step = plan.step
+        mover, at_once = self.mover, {batch.number for batch in plan.prepare} & set(plan.commit)
+        mover.poll()
+        mover.forget(plan.oldest)
+        mover.abort(plan.abort)
+        self._shrink(plan.shrink)
+        mover.commit(plan.commit)
+        self._reclaim()
+        for batch in plan.prepare:
+            mover.prepare(batch)
+        if at_once:
+            mover.settle(at_once)
+            mover.commit(at_once)
+            self._reclaim()
+        self._grow(plan.grow)
+
+    def report(self, signals: Signals | None = None) -> WorkerReport:
+        """How things stand after the last plan, with the signals that the model gathered since."""
+        return WorkerReport(
+            step=self._step,
+            batches=self.mover.statuses(),
+            backed=mask_of(self.kv.backed) if self.kv else 0,
+            free_pages=self._pool.can_take(),
+            counters=self.counters.as_dict(),
+            signals=signals,
+        )
+
+    def _reclaim(self) -> None:
+        self.mover.compact()
+        if self.kv:
+            self._tried(self.kv.reclaim)
+
+    def _shrink(self, granules: Sequence[int]) -> None:
+        if not self.kv:
+            return
+        gone = [g for g in granules if self.kv.is_backed(g)]
+        if gone:
+            self.counters.granules_shrunk += len(gone)
+            self._tried(partial(self.kv.shrink, gone))
+
+    def _grow(self, granules: Sequence[int]) -> None:
+        if not self.kv:
+            return
+        fitting: list[int] = []
+        for granule in granules:
+            if self.kv.is_backed(granule):
+                continue
+            if self.kv.pages_for([*fitting, granule]) > self._pool.can_take():
+                break
+            fitting.append(granule)
+        if fitting and self._tried(partial(self.kv.grow, fitting)):
+            self.counters.granules_grown += len(fitting)
+
+    def _tried(self, call: Callable[[], object]) -> bool:
+        """Whether `call` was not refused; a refusal leaves a sound state and is met again."""
+        try:
+            call()
+        except Transient:
+            self.counters.rolled_back += 1
+            return False
+        return True
