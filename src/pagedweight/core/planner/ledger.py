@@ -40,7 +40,7 @@ class Ledger:
             cost += -(-(slots + gained) * size // self._page) + (-slots * size // self._page)
         return cost * self._page
 
-    def rise(self, of: int) -> None:
-        """Raise one row of class `of`."""
+    def rise(self, of: int, rows: int = 1) -> None:
+        """Raise `rows` rows of class `of`; -1 takes one back down."""
         for arena, gained in self._arenas(of):
-            self._slots[arena] += gained
+            self._slots[arena] += gained * rows
