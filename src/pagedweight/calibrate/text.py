@@ -58,8 +58,8 @@ def load_tokens(choice: CalibrationChoice, model: Path, limit: int | None) -> Ca
             f"--sequence-length {choice.sequence_length} is longer than the model's {limit} "
             f"positions; give at most {limit}"
         )
-    text, path = _read(choice.text)
-    stream, start = _tokenize(text, model)
+    text, path = read_text(choice.text)
+    stream, start = tokenize(text, model)
     body = choice.sequence_length - len(start)
     available = len(stream) // body
     if available < choice.sequences:
@@ -84,7 +84,7 @@ def load_tokens(choice: CalibrationChoice, model: Path, limit: int | None) -> Ca
     )
 
 
-def _tokenize(text: str, model: Path) -> tuple[list[int], list[int]]:
+def tokenize(text: str, model: Path) -> tuple[list[int], list[int]]:
     """(tokens of the text without special ones, tokens that begin every sequence)."""
     from transformers import AutoTokenizer  # seconds to import; only calibration needs it
 
@@ -99,7 +99,7 @@ def _tokenize(text: str, model: Path) -> tuple[list[int], list[int]]:
     return tokenizer(text, add_special_tokens=False, verbose=False).input_ids, start
 
 
-def _read(name: str) -> tuple[str, Path]:
+def read_text(name: str) -> tuple[str, Path]:
     """The text that `name` (FILE or FILE:FIRST-LAST) means, and the file's path."""
     path, documents = Path(name), None
     match = _RANGE.fullmatch(name)
@@ -107,7 +107,7 @@ def _read(name: str) -> tuple[str, Path]:
         path = Path(match["path"])
         documents = (int(match["first"]), int(match["last"]))
     if not path.is_file():
-        raise UserError(f"the calibration text {path} is not a file")
+        raise UserError(f"the text {path} is not a file")
     try:
         if path.suffix in (".jsonl", ".json"):
             return JOIN.join(_documents(path, documents)), path
