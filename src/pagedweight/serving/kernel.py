@@ -12,7 +12,7 @@ from pagedweight.kernels.contract import MoEKernel
 def get_kernel(device_type: str) -> MoEKernel:
     """The MoE kernel for tensors of `device_type`; UserError where there is none."""
     if device_type == "cpu":
-        from pagedweight.kernels.reference.kernel import ReferenceKernel
+        from pagedweight.kernels.cpu.kernel import CpuKernel
 
-        return ReferenceKernel()
+        return CpuKernel()
     raise UserError(f"there is no pagedweight kernel for device {device_type!r}")
