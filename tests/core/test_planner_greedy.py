@@ -23,8 +23,14 @@ from pagedweight.core.planner.context import PlanContext
 from pagedweight.core.planner.greedy import first_steps, greedy_select
 from pagedweight.core.planner.plan import Plan
 from pagedweight.core.planner.restore import restore_plan
-from pagedweight.core.planner.score import Damage, Rows, predict_damage, score_actions
-from pagedweight.core.planner.stages import Stage, bitwidth_floor_stages
+from pagedweight.core.planner.score import (
+    Damage,
+    Rows,
+    offload_order,
+    predict_damage,
+    score_actions,
+)
+from pagedweight.core.planner.stages import Stage
 from pagedweight.core.policy import FloorStage
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -44,7 +50,8 @@ def after_of(context: PlanContext, rows: Rows, plan: Plan) -> np.ndarray:
 
 
 def select(context: PlanContext, rows: Rows, stage: Stage, target: int) -> Plan:
-    return greedy_select(context, score_actions(rows, stage), target)
+    order = offload_order(rows.damage, rows.now)
+    return greedy_select(context, score_actions(rows, order, stage), target)
 
 
 @QUICK
@@ -72,7 +79,7 @@ def test_offload_equals_the_plain_version(
 def coarse(damage: Damage) -> Damage:
     """Damage per byte rounded to powers of two, so that most steps tie with others."""
     per_byte = np.exp2(np.round(np.log2(damage.per_byte))).astype(np.float32)
-    return replace(damage, per_byte=per_byte, convex=False, bins=None)
+    return replace(damage, per_byte=per_byte, order=None)
 
 
 @QUICK
@@ -199,7 +206,8 @@ def test_pages_per_step_cap_keeps_the_first_of_the_order() -> None:
     rows = rows_at(context, np.full(context.index.rows, 4))
     whole = select(context, rows, stage_at(context, 1), 10**9)
     for cap in (1, 7, 20, whole.pages):
-        after = first_steps(context, rows, after_of(context, rows, whole), cap)
+        order = offload_order(rows.damage, rows.now)
+        after = first_steps(context, order, rows.now, after_of(context, rows, whole), cap)
         assert int((rows.now - after).sum()) == cap
         taken = context.between(after, rows.now)
         left = context.between(np.full(16, 1, np.int8), after)
@@ -222,7 +230,7 @@ def test_rows_below_a_floor_stay_where_they_are() -> None:
 def test_stages_fit_the_levels_that_are_stored(levels: tuple[int, ...], floors: list[int]) -> None:
     stages = (FloorStage("floor", (3,)), FloorStage("emergency", (2,), emergency=True))
     policy = replace(SIMPLE, buckets=ONE_BUCKET, stages=stages)
-    found = bitwidth_floor_stages(world(0, policy, levels=levels))
+    found = world(0, policy, levels=levels).stages
     assert [int(stage.floors[0]) for stage in found] == floors
     forbidden = replace(policy, allow_emergency=False)
-    assert len(bitwidth_floor_stages(world(0, forbidden, levels=levels))) == 1
+    assert len(world(0, forbidden, levels=levels).stages) == 1

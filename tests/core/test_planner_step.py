@@ -233,14 +233,14 @@ def test_emergency_level_only_where_something_would_be_preempted_or_stuck() -> N
 def test_queue_keeps_the_newest_plan_of_a_stage() -> None:
     def plan(stage: str, target: int, returned: int, damage: float = 0.0) -> Plan:
         return replace(
-            Plan.none(stage, target), kind="offload", returned_bytes=returned, damage=damage
+            Plan.none(stage, target), kind="offload", stage_bytes=returned, damage=damage
         )
 
     queue = refresh_plan_queue(PlanQueue(), plan("protect", 100, 50))
     queue = refresh_plan_queue(queue, plan("floor", 100, 80))
     assert select_best_plan(queue).stage == "floor"  # neither meets the target: the larger one
     queue = refresh_plan_queue(queue, plan("protect", 100, 100, damage=9.0))
-    assert [p.stage for p in queue.plans] == ["protect", "floor"]
+    assert [kept.stage for kept in queue.plans] == ["protect", "floor"]
     assert select_best_plan(queue).stage == "protect"
     queue = refresh_plan_queue(queue, plan("protect", 100, 50))
     lesser = refresh_plan_queue(queue, plan("emergency", 70, 75), emergency=True)

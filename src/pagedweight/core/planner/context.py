@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pagedweight.core.calibration import Calibration
 from pagedweight.core.geometry import KINDS
 from pagedweight.core.page_table import BitsArray, WeightPageTable
+from pagedweight.core.planner.stages import Stage, bitwidth_floor_stages
 from pagedweight.core.policy import Policy
 from pagedweight.core.residual import Float32
 from pagedweight.core.size_class import SizeClassPages, SlotCounts
@@ -33,6 +34,8 @@ class PlanContext:
     delta:         float64 [T, rows], bytes released by each step (eq. 3).
     step_slots:    int64 [T * kinds, classes], change of slots by a downward step of a kind.
     pages:         arenas and their page size: targets are met in whole pages.
+    stages:        the bitwidth-floor stages, most protective first.
+    usual_mass:    float64 [L, E], calibration's routing mass, a layer sums to 1.
     """
 
     index: BlockIndex
@@ -46,6 +49,8 @@ class PlanContext:
     delta: FloatArray
     inverse_delta: Float32
     step_slots: IntArray
+    stages: tuple[Stage, ...]
+    usual_mass: FloatArray
 
     @staticmethod
     def of(
@@ -82,6 +87,8 @@ class PlanContext:
             delta=delta,
             inverse_delta=(1.0 / delta).astype(np.float32),
             step_slots=pages.all_step_slots(),
+            stages=bitwidth_floor_stages(policy, sizes),
+            usual_mass=calibration.mass / calibration.mass.sum(axis=1, keepdims=True),
         )
 
     @property
@@ -98,14 +105,18 @@ class PlanContext:
         return levels.astype(np.int32) + self.sizes.lowest
 
     def slots(self, levels: Levels) -> IntArray:
-        """Slots in every arena when rows are settled at `levels`, int64 [classes]."""
+        """Slots in every arena when rows are settled at `levels`, int64 [classes].
+
+        An expert's two level indices are read as one 16-bit number, so that one count of half the
+        length gives both kinds.
+        """
         kinds, count = len(KINDS), len(self.sizes.levels)
-        pairs = levels.reshape(-1, kinds).astype(np.int64)
-        pairs += np.arange(kinds) * count
+        pairs = np.bincount(levels.view("<u2"), minlength=count << 8)[: count << 8]
+        both = pairs.reshape(count, 256)[:, :count]
         out = np.empty(kinds * (1 + count), np.int64)
-        tables = np.bincount(pairs.ravel(), minlength=kinds * count)
-        out[kinds:] = tables
-        out[:kinds] = tables.reshape(kinds, count) @ np.array(self.sizes.levels)
+        out[kinds : kinds + count] = both.sum(0)
+        out[kinds + count :] = both.sum(1)
+        out[:kinds] = out[kinds:].reshape(kinds, count) @ np.array(self.sizes.levels)
         return out
 
     def between(self, low: Levels, high: Levels | None) -> NDArray[np.bool_]:

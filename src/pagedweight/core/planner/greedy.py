@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pagedweight.core.geometry import KINDS
 from pagedweight.core.planner.context import Levels, PlanContext
-from pagedweight.core.planner.order import Cut, Span, cut
+from pagedweight.core.planner.order import Cut, Order, Span, cut
 from pagedweight.core.planner.plan import Plan
 from pagedweight.core.planner.prune import prune
-from pagedweight.core.planner.score import Rows, ScoredActions
+from pagedweight.core.planner.score import ScoredActions
 from pagedweight.core.size_table import IntArray
 
 
@@ -18,7 +20,8 @@ def greedy_select(context: PlanContext, scored: ScoredActions, target_bytes: int
 
     The order is damage per released byte; a row's steps keep their order. Depth caps are relaxed
     level by level only while the capped rows cannot provide the target. When all that is legal
-    does not suffice, all of it is taken: the largest safe reduction.
+    does not suffice, all of it is taken: the largest safe reduction. A plan of more pages than the
+    policy's cap is held back to the first of its steps.
     """
     rows, stage = scored.rows, scored.stage.name
     if target_bytes <= 0:
@@ -27,10 +30,16 @@ def greedy_select(context: PlanContext, scored: ScoredActions, target_bytes: int
     most = rows.held - int(context.pages.held(slots))
     after, need = low, most
     if most >= target_bytes:
-        after, slots = _shortest_prefix(context, rows, low, target_bytes)
+        after, slots = _shortest_prefix(context, scored, low, target_bytes)
         need = target_bytes
-    after, slots = prune(context, rows, after, slots, need)
-    return Plan.between(context, rows, after, slots, stage, target_bytes)
+    cap = context.policy.offload_pages_per_step
+    if int((rows.now - after).sum(dtype=np.int64)) > cap:
+        after = first_steps(context, scored.order, rows.now, after, cap)
+        slots = context.slots(after)
+    else:
+        after, slots = prune(context, rows, after, slots, need)
+    plan = Plan.between(context, rows, after, slots, stage, target_bytes)
+    return replace(plan, stage_bytes=max(most, 0))
 
 
 def _lowest(context: PlanContext, scored: ScoredActions, target: int) -> tuple[Levels, IntArray]:
@@ -48,18 +57,19 @@ def _lowest(context: PlanContext, scored: ScoredActions, target: int) -> tuple[L
 
 
 def _shortest_prefix(
-    context: PlanContext, rows: Rows, low: Levels, target: int
+    context: PlanContext, scored: ScoredActions, low: Levels, target: int
 ) -> tuple[Levels, IntArray]:
     """Level indices after the fewest steps of the order that return `target` bytes, and slots.
 
     Bytes used and pages held differ by `slack` at most, so the answer lies where the running bytes
     are within that of the target; only those steps are sorted and tried.
     """
-    slack = context.pages.slack
-    span = Span(target - slack, target + slack)
+    rows, slack = scored.rows, context.pages.slack
     legal = context.between(low, rows.now)
-    found = cut(rows.keys, rows.bins, legal, context.delta, span, down=True)
-    slots = context.slots(_lowered(rows.now, found, 0)) + _running_slots(context, found)
+    span = Span(target - slack, target + slack)
+    found = cut(scored.order, legal, context.delta, span, down=True)
+    sure = _lowered(rows.now, found, 0)
+    slots = context.slots(sure) + _running_slots(context, found)
     enough = rows.held - context.pages.held(slots) >= target
     count = int(np.argmax(enough)) + 1  # all that is legal suffices, so some prefix does
     return _lowered(rows.now, found, count), slots[count - 1]
@@ -76,13 +86,14 @@ def _lowered(now: Levels, found: Cut, count: int) -> Levels:
     """Level indices after the sure steps of a cut and the first `count` of its edge."""
     out: Levels = now - found.whole.view(np.int8).sum(0, dtype=np.int8)
     if count:
-        extra = np.bincount(found.rows[:count], minlength=len(now))
-        out -= extra.astype(np.int8)
+        np.subtract.at(out, found.rows[:count], np.int8(1))
     return out
 
 
-def first_steps(context: PlanContext, rows: Rows, after: Levels, pages: int) -> Levels:
+def first_steps(
+    context: PlanContext, order: Order, now: Levels, after: Levels, pages: int
+) -> Levels:
     """`after` held back to its first `pages` steps in the order (the pages-per-step cap)."""
-    taken = context.between(after, rows.now)
-    found = cut(rows.keys, rows.bins, taken, None, Span(pages, pages), down=True)
-    return _lowered(rows.now, found, pages - int(np.count_nonzero(found.whole)))
+    taken = context.between(after, now)
+    found = cut(order, taken, None, Span(pages, pages), down=True)
+    return _lowered(now, found, pages - int(np.count_nonzero(found.whole)))

@@ -19,17 +19,29 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Bins:
-    """Bin of every step, int64 [T, rows] starting at 0; made once for a set of keys."""
+class Order:
+    """Steps in the order of integer keys of one sign.
 
-    of: IntArray
+    keys: int32 [T, rows]; bins: int16 [T, rows], their upper half from 0; count: bins there are.
+    """
+
+    keys: Keys
+    bins: NDArray[np.int16]
     count: int
 
     @staticmethod
-    def of_keys(keys: Keys) -> Bins:
-        coarse = keys >> 16
-        low = int(coarse.min())
-        return Bins(np.subtract(coarse, low, dtype=np.int64), int(coarse.max()) - low + 1)
+    def of_keys(keys: Keys) -> Order:
+        low, high = int(keys.min()) >> 16, int(keys.max()) >> 16
+        bins = ((keys >> 16) - np.int32(low)).astype(np.int16)
+        return Order(keys, bins, high - low + 1)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where to cut, in running weight: sure below `least`, over beyond `most`."""
+
+    least: float
+    most: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,32 +56,25 @@ class Cut:
     rows: IntArray
 
 
-@dataclass(frozen=True)
-class Span:
-    """Where to cut, in running weight: sure below `least`, over beyond `most`."""
-
-    least: float
-    most: float
-
-
-def cut(
-    keys: Keys, bins: Bins, legal: Mask, weights: FloatArray | None, span: Span, down: bool
-) -> Cut:
+def cut(order: Order, legal: Mask, weights: FloatArray | None, span: Span, down: bool) -> Cut:
     """The legal steps whose running weight ends below `span.least`, then those up to `span.most`.
 
     weights: [T, rows], None counts steps. Steps beyond the bin that reaches `most` are left out.
     down:    whether a row's highest step is its nearest (offload) or its lowest (restore).
     """
-    used = legal.astype(np.float64) if weights is None else weights * legal
-    mass = np.bincount(bins.of.ravel(), weights=used.ravel(), minlength=bins.count)
+    mass = np.zeros(order.count)
+    for step, allowed in enumerate(legal):  # one level at a time: its arrays stay in the cache
+        used = allowed if weights is None else weights[step] * allowed
+        mass += np.bincount(order.bins[step], weights=used, minlength=order.count)
     running = np.cumsum(mass)
     first = int(np.searchsorted(running, span.least))
     last = int(np.searchsorted(running, span.most))
-    whole = legal & (bins.of < first)
+    whole = legal & (order.bins < first)
     edge = legal & ~whole
-    if last < bins.count:
-        edge &= bins.of <= last
+    if last < order.count:
+        edge &= order.bins <= last
     flat = np.flatnonzero(edge)
-    steps, rows = np.divmod(flat, keys.shape[1])
-    order = np.lexsort((-steps if down else steps, rows, keys.ravel()[flat]))
-    return Cut(whole, steps[order], rows[order])
+    steps, rows = np.divmod(flat, order.keys.shape[1])
+    nearest = -steps if down else steps
+    sequence = np.lexsort((nearest, rows, order.keys.ravel()[flat]))
+    return Cut(whole, steps[sequence], rows[sequence])

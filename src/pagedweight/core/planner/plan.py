@@ -28,6 +28,7 @@ class Plan:
     delta:          int64 [n], M^from - M^to in bytes (eq. 3), negative for a reload.
     target_bytes:   D that it was made for; for a reload the bytes that it may take.
     returned_bytes: whole pages that come back, negative: that are taken.
+    stage_bytes:    whole pages that the stage could return at most (0 for a reload).
     damage:         predicted (eq. 8), in the units of sensitivity; negative: recovered.
     """
 
@@ -39,13 +40,14 @@ class Plan:
     delta: IntArray
     target_bytes: int
     returned_bytes: int
+    stage_bytes: int
     damage: float
 
     @staticmethod
     def none(stage: str = "", target_bytes: int = 0) -> Plan:
         """The empty plan."""
         ints, bits = np.empty(0, np.int64), np.empty(0, np.int32)
-        return Plan("none", stage, ints, bits, bits, ints, target_bytes, 0, 0.0)
+        return Plan("none", stage, ints, bits, bits, ints, target_bytes, 0, 0, 0.0)
 
     @staticmethod
     def between(
@@ -58,13 +60,15 @@ class Plan:
         moved = np.flatnonzero(rows.now != after)
         if not moved.size:
             return Plan.none(stage, target)
-        sizes = context.sizes
-        old, new, kinds = rows.now[moved], after[moved], moved % len(KINDS)
-        delta = sizes.resident[kinds, old] - sizes.resident[kinds, new]
+        resident = context.sizes.resident
+        kinds = (moved % len(KINDS)) * resident.shape[1]
+        old, new = rows.now[moved], after[moved]
+        delta = resident.take(kinds + old) - resident.take(kinds + new)
         offload = bool(delta[0] > 0)
         low, high = (after, rows.now) if offload else (rows.now, after)
-        crossed = context.between(low, high)
-        harm = float(np.sum(rows.damage.predicted * crossed, dtype=np.float64))
+        crossed = context.between(low, high).astype(np.float32)
+        harm = float(np.vdot(rows.damage.predicted, crossed)) * context.damage_unit
+        returned = rows.held - int(context.pages.held(slots))
         return Plan(
             kind="offload" if offload else "reload",
             stage=stage,
@@ -73,14 +77,18 @@ class Plan:
             to_bits=context.bits_of(new),
             delta=delta,
             target_bytes=target,
-            returned_bytes=rows.held - int(context.pages.held(slots)),
-            damage=harm * context.damage_unit * (1.0 if offload else -1.0),
+            returned_bytes=returned,
+            stage_bytes=max(returned, 0),
+            damage=harm if offload else -harm,
         )
 
     @property
     def satisfied(self) -> bool:
-        """Whether an offload gives all the bytes that it was made for."""
-        return self.returned_bytes >= self.target_bytes
+        """Whether the stage of an offload can give the bytes asked for.
+
+        The plan itself gives less when the pages-per-step cap cut it; later steps plan the rest.
+        """
+        return self.stage_bytes >= self.target_bytes
 
     @property
     def pages(self) -> int:

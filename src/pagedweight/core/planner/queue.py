@@ -48,9 +48,9 @@ def select_best_plan(queue: PlanQueue) -> Plan:
     for plan in usual:
         if plan.satisfied:
             return plan
-    best = max(usual, key=lambda plan: plan.returned_bytes)
+    best = max(usual, key=lambda plan: plan.stage_bytes)
     for plan in queue.plans:
-        helps = plan.returned_bytes > best.returned_bytes
-        if plan.stage in queue.emergency and helps and plan.target_bytes > best.returned_bytes:
+        helps = plan.stage_bytes > best.stage_bytes
+        if plan.stage in queue.emergency and helps and plan.target_bytes > best.stage_bytes:
             best = plan
     return best

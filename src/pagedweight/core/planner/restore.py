@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pagedweight.core.geometry import KINDS
 from pagedweight.core.planner.context import Levels, PlanContext
 from pagedweight.core.planner.ledger import Ledger
-from pagedweight.core.planner.order import Bins, Mask, Span, cut
+from pagedweight.core.planner.order import Mask, Span, cut
 from pagedweight.core.planner.plan import Plan
-from pagedweight.core.planner.score import Rows, restore_keys
+from pagedweight.core.planner.score import Rows, restore_order
 from pagedweight.core.size_table import IntArray
 
 STAGE = "restore"
@@ -59,10 +59,9 @@ def _in_order(rows: Rows, legal: Mask, chunk: int) -> Iterator[tuple[int, int]]:
 
     Sorted about `chunk` at a time, because few are taken.
     """
-    keys = restore_keys(rows.damage, rows.now)
-    bins = Bins.of_keys(keys)
+    order = restore_order(rows.damage, rows.now)
     while True:
-        found = cut(keys, bins, legal, None, Span(0, chunk), down=False)
+        found = cut(order, legal, None, Span(0, chunk), down=False)
         if not found.rows.size:
             return
         yield from zip(found.steps.tolist(), found.rows.tolist(), strict=True)

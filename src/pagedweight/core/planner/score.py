@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pagedweight.core.observation import BatchSignals
 from pagedweight.core.planner.context import Levels, PlanContext
-from pagedweight.core.planner.order import Bins, Keys
+from pagedweight.core.planner.order import Order
 from pagedweight.core.planner.stages import Stage
 from pagedweight.core.residual import Float32, prompt_factor
 from pagedweight.core.size_table import IntArray
@@ -22,16 +22,15 @@ class Damage:
     predicted: float32 [T, rows], in the context's damage unit.
     per_byte:  float32 [T, rows], predicted / Delta.
     bucket:    int64 [rows], routing bucket of the row's expert.
-    convex:    every row's steps cost more per byte the lower they lead.
-    bins:      of `per_byte` as offload keys, when convex: then they do not depend on d_i.
+    order:     of downward steps, when it does not depend on where rows are: every row's steps cost
+               more per byte the lower they lead. None otherwise.
     """
 
     signals: BatchSignals | None
     predicted: Float32
     per_byte: Float32
     bucket: NDArray[np.int64]
-    convex: bool
-    bins: Bins | None
+    order: Order | None
 
 
 def predict_damage(context: PlanContext, signals: BatchSignals | None) -> Damage:
@@ -45,9 +44,9 @@ def predict_damage(context: PlanContext, signals: BatchSignals | None) -> Damage
         predicted *= prompt_factor(signals.rho, signals.confidence, signals.clip, policy.alpha)
     np.maximum(predicted, np.float32(policy.epsilon), out=predicted)
     per_byte = predicted * context.inverse_delta
-    convex = bool((per_byte[:-1] >= per_byte[1:]).all())
-    bins = Bins.of_keys(per_byte.view(np.int32)) if convex and context.steps else None
-    return Damage(signals, predicted, per_byte, bucket, convex, bins)
+    convex = context.steps > 0 and bool((per_byte[:-1] >= per_byte[1:]).all())
+    order = Order.of_keys(per_byte.view(np.int32)) if convex else None
+    return Damage(signals, predicted, per_byte, bucket, order)
 
 
 def routing_buckets(
@@ -57,85 +56,80 @@ def routing_buckets(
 
     Without routing statistics every expert has mu = 1 and the bucket of a ratio of 1.
     """
-    policy, calibration = context.policy, context.calibration
+    policy = context.policy
     edges = np.array([bucket.at_least for bucket in policy.buckets[1:]])
     multipliers = np.array([bucket.multiplier for bucket in policy.buckets], np.float32)
     if signals is None or not policy.use_routing:
         usual = int(np.searchsorted(edges, 1.0, side="right"))
         rows = context.index.rows
         return np.ones(rows, np.float32), np.full(rows, usual, np.int64)
-    usual_mass = calibration.mass / calibration.mass.sum(axis=1, keepdims=True)
-    ratio = signals.mass / usual_mass
+    ratio = signals.mass / context.usual_mass
     bucket = np.repeat(np.searchsorted(edges, ratio.ravel(), side="right"), 2)
     return multipliers[bucket], bucket
 
 
-def offload_keys(damage: Damage, now: Levels) -> Keys:
-    """Order of downward steps as integers, int32 [T, rows].
+def offload_order(damage: Damage, now: Levels) -> Order:
+    """Order of downward steps.
 
     A step is available only after the one above it, so it sorts no earlier than that: the running
     maximum from d_i down. The bit pattern of a positive float orders like the float.
     """
-    if damage.convex:
-        return damage.per_byte.view(np.int32)
+    if damage.order is not None:
+        return damage.order
     ordered = np.empty_like(damage.per_byte)
     above = np.zeros(ordered.shape[1], np.float32)
     for step in range(len(ordered) - 1, -1, -1):
         own = damage.per_byte[step] * (step < now)
         above = np.maximum(own, above)
         ordered[step] = above
-    return ordered.view(np.int32)
+    return Order.of_keys(ordered.view(np.int32))
 
 
-def restore_keys(damage: Damage, now: Levels) -> Keys:
+def restore_order(damage: Damage, now: Levels) -> Order:
     """Order of upward steps, most damage recovered per byte first: the mirror image."""
-    if damage.convex:
-        return -damage.per_byte.view(np.int32)
+    if damage.order is not None:
+        return Order.of_keys(-damage.order.keys)
     ordered = np.empty_like(damage.per_byte)
     below = np.full(ordered.shape[1], np.inf, np.float32)
     for step in range(len(ordered)):
         own = np.where(step >= now, damage.per_byte[step], np.float32(np.inf))
         below = np.minimum(own, below)
         ordered[step] = below
-    return -ordered.view(np.int32)
+    return Order.of_keys(-ordered.view(np.int32))
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Where rows are at one planner step, and the order in which they may go down.
+    """Where rows are at one planner step and what it costs to lower them.
 
-    now:   int8 [rows], level index of d_i; slots: int64 [classes] and held: bytes, settled there.
-    keys:  int32 [T, rows], see `offload_keys`; bins: of them.
+    now: int8 [rows], level index of d_i; slots: int64 [classes] and held: bytes, settled there.
     """
 
     damage: Damage
     now: Levels
     slots: IntArray
     held: int
-    keys: Keys
-    bins: Bins
 
     @staticmethod
     def of(context: PlanContext, damage: Damage, now: Levels) -> Rows:
         slots = context.slots(now)
-        keys = offload_keys(damage, now)
-        bins = Bins.of_keys(keys) if damage.bins is None else damage.bins
-        return Rows(damage, now, slots, int(context.pages.held(slots)), keys, bins)
+        return Rows(damage, now, slots, int(context.pages.held(slots)))
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredActions:
     """R_s: the legal steps of one stage. Step (t, row) is legal when floor <= t < now.
 
-    floor: int8 [rows], level index of the stage's floor, never above `now`.
+    order: of all steps down from `now`; floor: int8 [rows], level index, never above `now`.
     """
 
     rows: Rows
+    order: Order
     stage: Stage
     floor: Levels
 
 
-def score_actions(rows: Rows, stage: Stage) -> ScoredActions:
+def score_actions(rows: Rows, order: Order, stage: Stage) -> ScoredActions:
     """R_s of one stage: its floor by the row's routing bucket, never above where the row is."""
     floor = np.minimum(stage.floors[rows.damage.bucket], rows.now)
-    return ScoredActions(rows, stage, floor)
+    return ScoredActions(rows, order, stage, floor)

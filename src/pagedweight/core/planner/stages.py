@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pagedweight.core.planner.context import Levels, PlanContext
+from pagedweight.core.policy import Policy
+from pagedweight.core.size_table import SizeTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,24 +19,24 @@ class Stage:
     """
 
     name: str
-    floors: Levels
+    floors: NDArray[np.int8]
     depth_cap: int | None
     emergency: bool
 
 
-def bitwidth_floor_stages(context: PlanContext) -> tuple[Stage, ...]:
+def bitwidth_floor_stages(policy: Policy, sizes: SizeTable) -> tuple[Stage, ...]:
     """The stages, most protective first; floors the checkpoint lacks move to its nearest level.
 
     Emergency stages are left out when the policy forbids them or they allow nothing that the
     stage before does not.
     """
-    low, high = context.sizes.lowest, context.sizes.planes
+    low, high = sizes.lowest, sizes.planes
     stages: list[Stage] = []
-    for stage in context.policy.stages:
+    for stage in policy.stages:
         floors = (np.clip(stage.floors, low, high) - low).astype(np.int8)
         if stage.emergency:
             lower = bool(stages) and bool((floors < stages[-1].floors).any())
-            if not (context.policy.allow_emergency and lower):
+            if not (policy.allow_emergency and lower):
                 continue
         stages.append(Stage(stage.name, floors, stage.depth_cap, stage.emergency))
     return tuple(stages)

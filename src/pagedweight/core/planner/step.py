@@ -7,12 +7,11 @@ from dataclasses import replace
 from pagedweight.core.observation import KVPressure, Observation
 from pagedweight.core.page_table import WeightPageTable
 from pagedweight.core.planner.context import PlanContext, TableState
-from pagedweight.core.planner.greedy import first_steps, greedy_select
+from pagedweight.core.planner.greedy import greedy_select
 from pagedweight.core.planner.plan import Plan
 from pagedweight.core.planner.queue import PlanQueue, refresh_plan_queue, select_best_plan
 from pagedweight.core.planner.restore import restore_plan
-from pagedweight.core.planner.score import Rows, predict_damage, score_actions
-from pagedweight.core.planner.stages import bitwidth_floor_stages
+from pagedweight.core.planner.score import Rows, offload_order, predict_damage, score_actions
 from pagedweight.core.planner.target import (
     emergency_bytes,
     pressure_triggered,
@@ -40,7 +39,7 @@ def plan_step(
     queue = _refreshed(context, kv, replace(queue, damage=damage), rows, on_way)
     if pressure_triggered(kv, policy.offload_blocks):
         queue = replace(queue, last_pressure_step=observation.step)
-        return queue, _capped(context, rows, select_best_plan(queue))
+        return queue, select_best_plan(queue)
     since = queue.last_pressure_step
     if since is not None and observation.step - since < policy.dwell_steps:
         return queue, Plan.none()
@@ -52,29 +51,23 @@ def _refreshed(
 ) -> PlanQueue:
     """Lines 4 to 9: the target, then a candidate plan of the floor stages into the queue.
 
-    The loop ends at the first stage that meets the target: SelectBestPlan would not look further.
+    Stages that SelectBestPlan would not look at are not planned: those after the first that meets
+    the target, and an emergency that the usual stages can end.
     """
     target = target_bytes_from_kv_pressure(kv, context.policy.offload_blocks, on_way)
-    queue = replace(queue, plans=())
-    for stage in bitwidth_floor_stages(context):
+    queue = replace(queue, plans=(), emergency=frozenset())
+    if not target:
+        return refresh_plan_queue(queue, Plan.none(context.stages[0].name))
+    order = offload_order(rows.damage, rows.now)
+    for stage in context.stages:
         wanted = emergency_bytes(kv, on_way) if stage.emergency else target
-        plan = greedy_select(context, score_actions(rows, stage), wanted)
+        if stage.emergency and wanted <= max(plan.stage_bytes for plan in queue.plans):
+            continue
+        plan = greedy_select(context, score_actions(rows, order, stage), wanted)
         queue = refresh_plan_queue(queue, plan, stage.emergency)
         if plan.satisfied:
             break
     return queue
-
-
-def _capped(context: PlanContext, rows: Rows, plan: Plan) -> Plan:
-    """`plan` with the first `offload_pages_per_step` of its steps; the next step plans the rest."""
-    cap = context.policy.offload_pages_per_step
-    if plan.pages <= cap:
-        return plan
-    after = rows.now.copy()
-    after[plan.rows] = context.levels_of(plan.to_bits)
-    after = first_steps(context, rows, after, cap)
-    slots = context.slots(after)
-    return Plan.between(context, rows, after, slots, plan.stage, plan.target_bytes)
 
 
 class Planner:
