@@ -16,6 +16,7 @@ from pagedweight.memory.interface import POISON
 from pagedweight.memory.limits import resident_anonymous_bytes
 from pagedweight.runtime.integrity import check_worker
 from pagedweight.runtime.messages import Batch, Stage, StepPlan
+from pagedweight.runtime.weights import piece
 
 TOKENS = torch.randn((2, 64), generator=torch.Generator().manual_seed(1))
 
@@ -192,7 +193,7 @@ def test_lowering_reads_the_old_planes_until_the_commit_and_poison_afterwards():
     device = FakeDevice(4096, lazy=True)
     rank = rank_of(device)
     expected = Expected(rank.tier, TOKENS)
-    plane = rank.weights.address((2, 3))
+    plane = rank.weights.address(piece(2, 3))
     rank.worker.apply(StepPlan(1, prepare=(Batch(1, True, (2,), (3,)),)))
     outputs = []
     device.launch(lambda: outputs.append(kernel_output(rank, 0, TOKENS)))
@@ -210,10 +211,10 @@ def test_lowering_reads_the_old_planes_until_the_commit_and_poison_afterwards():
     assert same(outputs[1], expected.output(0, bits))
     bits[2] = 3
     assert same(outputs[2], expected.output(0, bits))
-    arena = rank.weights.arena_of((2, 3))
+    arena = rank.weights.arena_of(piece(2, 3))
     tail = device.read(arena.address(arena.end), arena.slot_bytes)
     assert (tail == POISON).all()
-    assert plane != rank.weights.address((2, 2))
+    assert plane != rank.weights.address(piece(2, 2))
 
 
 def test_planes_that_move_are_found_at_their_new_addresses_by_the_same_table():

@@ -10,7 +10,7 @@ from pagedweight.core.geometry import KINDS, MAX_BITS
 from pagedweight.core.page_table import Moving, PageState, WeightPageTable
 from pagedweight.errors import listing
 from pagedweight.runtime.messages import Stage
-from pagedweight.runtime.weights import ABSENT, Piece, WeightMemory, table_item
+from pagedweight.runtime.weights import ABSENT, WeightMemory, piece, table_item
 from pagedweight.runtime.worker import MemoryWorker
 
 
@@ -48,8 +48,8 @@ def _slots(weights: WeightMemory, table: WeightPageTable) -> Iterator[str]:
 def _owners(weights: WeightMemory) -> Iterator[str]:
     """Arenas and slots tell the same story, both ways."""
     for row, item in np.argwhere(weights.slots != ABSENT).tolist():
-        arena = weights.arena_of((row, item))
-        if arena.owner(int(weights.slots[row, item])) != weights.owner_of((row, item)):
+        number = piece(row, item)
+        if weights.arena_of(number).owner(int(weights.slots[row, item])) != number:
             yield f"row {row} item {item}: its slot belongs to somebody else"
     used = sum(arena.used for arena in weights.arenas)
     known = int(np.count_nonzero(weights.slots != ABSENT)) + weights.stray_slots
@@ -64,22 +64,22 @@ def _kernel_tables(weights: WeightMemory, table: WeightPageTable) -> Iterator[st
         yield "kernels read other bits than the committed ones"
         return
     for row, bits in enumerate(table.committed_bits.tolist()):
-        planes = [weights.address((row, p)) for p in range(bits)] + [0] * (MAX_BITS - bits)
+        planes = [weights.address(piece(row, p)) for p in range(bits)] + [0] * (MAX_BITS - bits)
         if read.planes[row].tolist() != planes:
             yield f"{table.index.name(row)}: plane addresses"
-        if read.tables[row] != weights.address((row, table_item(bits))):
+        if read.tables[row] != weights.address(piece(row, table_item(bits))):
             yield f"{table.index.name(row)}: table address"
 
 
 def _contents(worker: MemoryWorker) -> Iterator[str]:
     """Every piece that is there and not being copied is the host tier's, byte by byte."""
     weights = worker.mover.weights
-    coming = set(worker.mover.pieces_in(Stage.COPYING))
+    coming = worker.mover.pieces_in(Stage.COPYING)
     for row, item in np.argwhere(weights.slots != ABSENT).tolist():
-        piece: Piece = (row, item)
-        if piece in coming:
+        number = piece(row, item)
+        if number in coming:
             continue
-        source = np.ascontiguousarray(weights.source(piece)).reshape(-1)
-        there = weights.device.read(weights.address(piece), source.nbytes)
+        source = np.ascontiguousarray(weights.source(number)).reshape(-1)
+        there = weights.device.read(weights.address(number), source.nbytes)
         if not np.array_equal(there, source):
             yield f"row {row} ({KINDS[row % len(KINDS)]}) item {item}: contents"

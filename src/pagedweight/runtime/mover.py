@@ -21,7 +21,7 @@ from pagedweight.core.size_table import IntArray
 from pagedweight.errors import Transient
 from pagedweight.memory.interface import Completion
 from pagedweight.runtime.messages import Batch, BatchStatus, Stage
-from pagedweight.runtime.weights import Arrival, Piece, WeightMemory
+from pagedweight.runtime.weights import Arrival, WeightMemory
 
 
 @dataclass
@@ -63,14 +63,10 @@ class Mover:
         flying = (Stage.COPYING, Stage.READY, Stage.COMMITTED)
         return {row for f in self._flights.values() if f.stage in flying for row in f.batch.rows}
 
-    def pieces_in(self, stage: Stage) -> list[Piece]:
+    def pieces_in(self, stage: Stage) -> set[int]:
         """Pieces that batches in `stage` brought in."""
-        return [
-            piece
-            for f in self._flights.values()
-            if f.stage is stage and f.arrival
-            for piece in f.arrival.pieces
-        ]
+        flights = [f for f in self._flights.values() if f.stage is stage and f.arrival]
+        return {int(number) for f in flights for number in f.arrival.pieces}  # type: ignore[union-attr]
 
     # -- before the commit -----------------------------------------------------------------------
 
@@ -86,7 +82,8 @@ class Mover:
         begin = self.table.begin_lower if batch.lowers else self.table.begin_reload
         flight.epochs = begin(batch.rows, batch.bits)
         try:
-            flight.arrival = self.weights.bring_in(self._needs(batch), urgent=batch.lowers)
+            pieces = self.weights.missing(batch.rows, batch.bits)
+            flight.arrival = self.weights.bring_in(pieces, urgent=batch.lowers)
         except Transient as error:
             self._roll_back(flight, str(error))
             return
@@ -100,13 +97,6 @@ class Mover:
             return ""
         way = "lowered" if batch.lowers else "raised"
         return f"rows that are busy or cannot be {way}, of {len(batch.rows)}: {sorted(busy)[:8]}"
-
-    def _needs(self, batch: Batch) -> list[Piece]:
-        return [
-            piece
-            for row, bits in zip(batch.rows, batch.bits, strict=True)
-            for piece in self.weights.missing(row, bits)
-        ]
 
     def poll(self) -> None:
         """Take note of copies that are over."""
@@ -214,11 +204,7 @@ class Mover:
             self.table.raise_bits(rows, bits)
             self.counters.rows_raised += len(rows)
         flight.epochs = self.table.begin_retire(rows)
-        leaving = [
-            piece
-            for row, level in zip(rows, bits, strict=True)
-            for piece in self.weights.surplus(row, level)
-        ]
+        leaving = self.weights.surplus(rows, bits)
         self._guarded(partial(self.weights.drop, leaving))
         flight.fence = self.weights.device.fence()
         flight.stage = Stage.COMMITTED

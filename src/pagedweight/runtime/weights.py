@@ -1,14 +1,14 @@
 """Expert weights of one rank on the device: which pieces are there, and what kernels read.
 
-A piece is one plane or one lookup table of one linear block. Pieces live in dense arenas, one for
-the planes of a kind and one for the tables of a kind and level; `slots[row, item]` says where.
-Nothing here decides: the mover says what comes, what goes and when bits change.
+A piece is one plane or one lookup table of one linear block; its number is row * ITEMS + item.
+Pieces live in dense arenas, one for the planes of a kind and one for the tables of a kind and
+level; `slots[row, item]` says where. Nothing here decides: the mover says what comes, what goes
+and when bits change.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pagedweight.core.geometry import KINDS, MAX_BITS, MIN_BITS
 from pagedweight.core.size_class import SizeClassPages, SlotCounts
+from pagedweight.core.size_table import IntArray
 from pagedweight.errors import Transient, UserError
 from pagedweight.kernels.contract import BlockTable
 from pagedweight.memory.arena import Arena, Move
@@ -32,8 +33,13 @@ ITEMS = MAX_BITS + (MAX_BITS - MIN_BITS + 1)
 """Columns of `slots`: planes 0..7, then the tables of levels 2..8."""
 ABSENT = -1
 
-Piece = tuple[int, int]
-"""(row, item)."""
+Pieces = IntArray
+"""Piece numbers, int64 [n]."""
+
+
+def piece(row: int, item: int) -> int:
+    """Number of a piece; `item` is a plane, or `table_item(bits)`."""
+    return row * ITEMS + item
 
 
 def table_item(bits: int) -> int:
@@ -41,12 +47,12 @@ def table_item(bits: int) -> int:
     return MAX_BITS + bits - MIN_BITS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrival:
     """Pieces on their way in: they have their slots, pinned, until `copied` is done."""
 
-    pieces: tuple[Piece, ...]
-    slots: tuple[int, ...]
+    pieces: Pieces
+    slots: IntArray
     copied: Completion
     nbytes: int
 
@@ -66,11 +72,12 @@ class WeightMemory:
         rows = self.tier.index.rows
         self.slots: NDArray[np.int32] = np.full((rows, ITEMS), ABSENT, np.int32)
         self.kernel_tables = KernelTables(self.device, self.tier.index, self.torch_device)
-        self._arenas = {
-            (kind, item): arena
-            for kind in range(len(KINDS))
-            for item, arena in self._arenas_of(kind).items()
-        }
+        self.arenas: list[Arena] = []
+        self._arena_at = np.full((len(KINDS), ITEMS), ABSENT, np.int64)
+        for kind in range(len(KINDS)):
+            self._make_arenas(kind)
+        self._base = self._by_item([arena.backing.span.base for arena in self.arenas])
+        self._slot_bytes = self._by_item([arena.slot_bytes for arena in self.arenas])
         self._strays: list[Arrival] = []
 
     @property
@@ -78,64 +85,68 @@ class WeightMemory:
         """The kernels' table of each layer; its storage never moves."""
         return self.kernel_tables.layers
 
-    @property
-    def arenas(self) -> list[Arena]:
-        return list(dict.fromkeys(self._arenas.values()))
-
-    def _arenas_of(self, kind: int) -> dict[int, Arena]:
-        """By item: all planes share one arena, each level's tables have their own."""
+    def _make_arenas(self, kind: int) -> None:
+        """All planes of a kind share one arena, each level's tables have their own."""
         sizes, blocks = self.tier.sizes, self.tier.index.rows // len(KINDS)
-        plane = self._arena(f"{KINDS[kind]}.planes", sizes.plane_bytes[kind], blocks * sizes.planes)
-        found = dict.fromkeys(range(sizes.planes), plane)
+        self._arena_at[kind, : sizes.planes] = len(self.arenas)
+        self._add(f"{KINDS[kind]}.planes", sizes.plane_bytes[kind], blocks * sizes.planes)
         for level, bits in enumerate(sizes.levels):
-            nbytes = int(sizes.table_bytes[kind, level])
-            found[table_item(bits)] = self._arena(f"{KINDS[kind]}.table.{bits}", nbytes, blocks)
-        return found
+            self._arena_at[kind, table_item(bits)] = len(self.arenas)
+            self._add(f"{KINDS[kind]}.table.{bits}", int(sizes.table_bytes[kind, level]), blocks)
 
-    def _arena(self, name: str, slot_bytes: int, capacity: int) -> Arena:
+    def _add(self, name: str, slot_bytes: int, capacity: int) -> None:
         # Addresses cost nothing: twice what can be in use leaves room for copies given up.
         slots, moved = 2 * capacity, self._moved
-        return Arena(self.device, self.pool, name, slot_bytes, slots, moved, self.poison)
+        self.arenas.append(
+            Arena(self.device, self.pool, name, slot_bytes, slots, moved, self.poison)
+        )
+
+    def _by_item(self, of_arena: list[int]) -> IntArray:
+        """A number of each arena as int64 [kinds, ITEMS]; 0 where there is no arena."""
+        out: IntArray = np.array([*of_arena, 0], np.int64)[self._arena_at]
+        return out
 
     def _moved(self, owner: int, slot: int) -> None:
-        row, item = divmod(owner, ITEMS)
-        self.slots[row, item] = slot
+        self.slots[divmod(owner, ITEMS)] = slot
 
-    def arena_of(self, piece: Piece) -> Arena:
-        row, item = piece
-        return self._arenas[row % len(KINDS), item]
+    # -- pieces ----------------------------------------------------------------------------------
 
-    def address(self, piece: Piece) -> int:
+    def arena_of(self, number: int) -> Arena:
+        row, item = divmod(number, ITEMS)
+        return self.arenas[int(self._arena_at[row % len(KINDS), item])]
+
+    def address(self, number: int) -> int:
         """Where a piece that is there lies now; it may move at the next boundary."""
-        return self.arena_of(piece).address(int(self.slots[piece]))
+        return self.arena_of(number).address(int(self.slots[divmod(number, ITEMS)]))
 
-    @staticmethod
-    def owner_of(piece: Piece) -> int:
-        """The number by which arenas know a piece."""
-        return piece[0] * ITEMS + piece[1]
+    def source(self, number: int) -> Bytes:
+        """The piece in the host tier."""
+        row, item = divmod(number, ITEMS)
+        if item < MAX_BITS:
+            return self.tier.plane(row, item)
+        return self.tier.table(row, item - MAX_BITS + MIN_BITS)
+
+    def missing(self, rows: Sequence[int], bits: Sequence[int]) -> Pieces:
+        """Pieces that the device lacks for `rows` to be read at `bits`."""
+        picked = np.asarray(rows, np.int64)
+        return _numbers(picked, _needed(bits) & (self.slots[picked] == ABSENT))
+
+    def surplus(self, rows: Sequence[int], bits: Sequence[int]) -> Pieces:
+        """Pieces of `rows` on the device that `bits` do not need."""
+        picked = np.asarray(rows, np.int64)
+        return _numbers(picked, ~_needed(bits) & (self.slots[picked] != ABSENT))
 
     @property
     def stray_slots(self) -> int:
         """Slots that abandoned copies still write to."""
         return sum(len(arrival.slots) for arrival in self._strays)
 
-    def source(self, piece: Piece) -> Bytes:
-        """The piece in the host tier."""
-        row, item = piece
-        if item < MAX_BITS:
-            return self.tier.plane(row, item)
-        return self.tier.table(row, item - MAX_BITS + MIN_BITS)
-
-    def missing(self, row: int, bits: int) -> list[Piece]:
-        """Pieces that the device lacks for `row` at `bits`: the table, then planes."""
-        items = [table_item(bits), *range(bits)]
-        return [(row, item) for item in items if self.slots[row, item] == ABSENT]
-
-    def surplus(self, row: int, bits: int) -> list[Piece]:
-        """Pieces of `row` on the device that `bits` does not need."""
-        needed = {table_item(bits), *range(bits)}
-        there = np.flatnonzero(self.slots[row] != ABSENT).tolist()
-        return [(row, item) for item in there if item not in needed]
+    def _groups(self, pieces: Pieces) -> Iterator[tuple[Arena, IntArray]]:
+        """(arena, positions in `pieces`) for every arena that has some."""
+        rows, items = np.divmod(pieces, ITEMS)
+        at = self._arena_at[rows % len(KINDS), items]
+        for index in np.unique(at):
+            yield self.arenas[index], np.flatnonzero(at == index)
 
     # -- in --------------------------------------------------------------------------------------
 
@@ -151,8 +162,7 @@ class WeightMemory:
                 f"bytes and the memory budget leaves {have}: raise the budget or lower the bits"
             )
         for rows in np.split(np.arange(len(bits)), self.tier.index.layers):
-            pieces = [piece for row in rows for piece in self.missing(int(row), int(bits[row]))]
-            arrival = self.bring_in(pieces)
+            arrival = self.bring_in(self.missing(rows.tolist(), bits[rows].tolist()))
             arrival.copied.wait()
             self.landed(arrival)
         self.commit(range(len(bits)), bits.tolist())
@@ -163,37 +173,33 @@ class WeightMemory:
         held = classes.held_by(SlotCounts.of_bits(self.tier.sizes, bits))
         return held // self.pool.page_bytes
 
-    def bring_in(self, pieces: Sequence[Piece], urgent: bool = False) -> Arrival:
+    def bring_in(self, pieces: Pieces, urgent: bool = False) -> Arrival:
         """Give `pieces` slots and start their copies; all or none. Raises PoolShort, Transient."""
-        taken: list[tuple[Piece, int]] = []
+        slots = np.full(len(pieces), ABSENT, np.int64)
+        groups = list(self._groups(pieces))
         try:
-            for arena, some in self._by_arena(pieces).items():
-                owners = [self.owner_of(piece) for piece in some]
-                taken += zip(some, arena.allocate(owners, urgent), strict=True)
-            copies = [
-                Copy(self.arena_of(piece).address(slot), self.source(piece))
-                for piece, slot in taken
-            ]
-            copied = self.device.upload(copies)
+            for arena, at in groups:
+                slots[at] = arena.allocate(pieces[at].tolist(), urgent)
+            sources = [self.source(number) for number in pieces.tolist()]
+            targets = self._addresses(pieces, slots).tolist()
+            copied = self.device.upload([*map(Copy, targets, sources)])
         except Transient:
-            for piece, slot in taken:
-                self.arena_of(piece).discard([slot])
+            for arena, at in groups:
+                arena.discard([slot for slot in slots[at].tolist() if slot != ABSENT])
             raise
-        for (row, item), slot in taken:
-            self.slots[row, item] = slot
-            self.arena_of((row, item)).pin([slot])
-        nbytes = sum(copy.source.nbytes for copy in copies)
-        return Arrival(tuple(p for p, _ in taken), tuple(s for _, s in taken), copied, nbytes)
+        self.slots[np.divmod(pieces, ITEMS)] = slots
+        for arena, at in groups:
+            arena.pin(slots[at].tolist())
+        return Arrival(pieces, slots, copied, sum(source.nbytes for source in sources))
 
     def landed(self, arrival: Arrival) -> None:
         """The copies are over, well or badly: the pieces may be moved or dropped now."""
-        for piece, slot in zip(arrival.pieces, arrival.slots, strict=True):
-            self.arena_of(piece).unpin([slot])
+        for arena, at in self._groups(arrival.pieces):
+            arena.unpin(arrival.slots[at].tolist())
 
     def abandon(self, arrival: Arrival) -> None:
         """Nobody waits for `arrival` any more; its slots stay taken until its copies are over."""
-        for row, item in arrival.pieces:
-            self.slots[row, item] = ABSENT
+        self.slots[np.divmod(arrival.pieces, ITEMS)] = ABSENT
         self._strays.append(arrival)
 
     def sweep_strays(self) -> None:
@@ -203,13 +209,13 @@ class WeightMemory:
         """
         over = [arrival for arrival in self._strays if _is_over(arrival.copied)]
         self._strays = [arrival for arrival in self._strays if arrival not in over]
+        self.counters.stale_copies += len(over)
         for arrival in over:
             self.landed(arrival)
-        self.counters.stale_copies += len(over)
         all_of(
-            partial(self.arena_of(piece).free, [slot])
+            partial(arena.free, arrival.slots[at].tolist())
             for arrival in over
-            for piece, slot in zip(arrival.pieces, arrival.slots, strict=True)
+            for arena, at in self._groups(arrival.pieces)
         )
 
     # -- what kernels read -----------------------------------------------------------------------
@@ -219,18 +225,16 @@ class WeightMemory:
 
         Raises Transient; then kernels go on reading what they read before.
         """
-        for row, level in zip(rows, bits, strict=True):
-            self._stage(row, level, self.slots[row])
+        picked = np.asarray(rows, np.int64)
+        self._stage(picked, np.asarray(bits, np.int64), self.slots[picked])
         self.kernel_tables.commit()
 
-    def drop(self, pieces: Iterable[Piece]) -> None:
+    def drop(self, pieces: Pieces) -> None:
         """`pieces`, read by no step submitted from now on, leave; with poison, Transient after."""
-        freed: dict[Arena, list[int]] = {}
-        for arena, some in self._by_arena(pieces).items():
-            freed[arena] = [int(self.slots[row, item]) for row, item in some]
-            for row, item in some:
-                self.slots[row, item] = ABSENT
-        all_of(partial(arena.free, slots) for arena, slots in freed.items())
+        where = np.divmod(pieces, ITEMS)
+        slots = self.slots[where]
+        self.slots[where] = ABSENT
+        all_of(partial(arena.free, slots[at].tolist()) for arena, at in self._groups(pieces))
 
     def compact(self) -> None:
         """In order: close the holes of all arenas and tell the kernels, one write.
@@ -266,27 +270,42 @@ class WeightMemory:
         return self.pool.free - before
 
     def _stage_moves(self, moves: Sequence[Move]) -> None:
-        changed: dict[int, NDArray[np.int32]] = {}
-        for move in moves:
-            row, item = divmod(move.owner, ITEMS)
-            changed.setdefault(row, self.slots[row].copy())[item] = move.target
-        for row, slots in changed.items():
-            self._stage(row, int(self.kernel_tables.written.bits[row]), slots)
+        """Stage the rows that pieces move in, at the bits that they are read at."""
+        rows, items = np.divmod(np.array([move.owner for move in moves], np.int64), ITEMS)
+        changed, at = np.unique(rows, return_inverse=True)
+        slots = self.slots[changed]
+        slots[at, items] = [move.target for move in moves]
+        self._stage(changed, self.kernel_tables.written.bits[changed].astype(np.int64), slots)
 
-    def _stage(self, row: int, bits: int, slots: NDArray[np.int32]) -> None:
-        """Stage `row` at `bits`; planes that are not read get address 0."""
-        staged, kind = self.kernel_tables.staged, row % len(KINDS)
-        planes, table = self._arenas[kind, 0], self._arenas[kind, table_item(bits)]
-        staged.bits[row] = bits
-        staged.planes[row] = 0
-        staged.planes[row, :bits] = [planes.address(s) for s in slots[:bits].tolist()]
-        staged.tables[row] = table.address(int(slots[table_item(bits)]))
+    def _stage(self, rows: IntArray, bits: IntArray, slots: NDArray[np.int32]) -> None:
+        """Stage `rows` at `bits`; planes that are not read get address 0."""
+        staged, kinds = self.kernel_tables.staged, rows % len(KINDS)
+        there = self._base[kinds] + slots * self._slot_bytes[kinds]
+        staged.bits[rows] = bits
+        staged.planes[rows] = np.where(np.arange(MAX_BITS) < bits[:, None], there[:, :MAX_BITS], 0)
+        staged.tables[rows] = there[np.arange(len(rows)), MAX_BITS + bits - MIN_BITS]
 
-    def _by_arena(self, pieces: Iterable[Piece]) -> dict[Arena, list[Piece]]:
-        found: dict[Arena, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            found[self.arena_of(piece)].append(piece)
-        return found
+    def _addresses(self, pieces: Pieces, slots: IntArray) -> IntArray:
+        rows, items = np.divmod(pieces, ITEMS)
+        out: IntArray = (
+            self._base[rows % len(KINDS), items]
+            + slots * self._slot_bytes[rows % len(KINDS), items]
+        )
+        return out
+
+
+def _needed(bits: Sequence[int]) -> NDArray[np.bool_]:
+    """Items that rows at `bits` need, bool [n, ITEMS]: planes below, and the level's table."""
+    levels = np.asarray(bits, np.int64)[:, None]
+    items = np.arange(ITEMS)
+    out: NDArray[np.bool_] = (items < levels) | (items == MAX_BITS + levels - MIN_BITS)
+    return out
+
+
+def _numbers(rows: IntArray, mask: NDArray[np.bool_]) -> Pieces:
+    at, items = np.nonzero(mask)
+    out: Pieces = rows[at] * ITEMS + items
+    return out
 
 
 def _is_over(copied: Completion) -> bool:

@@ -1,0 +1,252 @@
+"""The scheduler side of the runtime: observe, plan, move, commit, one step at a time.
+
+Owns desired bits and the page table of record, asks the planner each step, and turns its answer
+into a `StepPlan` for all ranks. Their reports come back a step or two later. It neither reads a
+clock nor touches memory: the same observations and reports give the same plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagedweight.core.observation import KVPressure, Observation
+from pagedweight.core.page_table import PageState, WeightPageTable
+from pagedweight.core.planner import Plan
+from pagedweight.core.planner.target import pressure_triggered, wanted_blocks
+from pagedweight.core.policy import Policy
+from pagedweight.core.size_class import SizeClassPages
+from pagedweight.runtime.dispatch import DispatchConfig, Dispatcher
+from pagedweight.runtime.granules import BlockParking, GranuleLedger, GranuleState
+from pagedweight.runtime.messages import Batch, StepPlan, WorkerReport, check_version
+from pagedweight.runtime.signals import SignalWindow
+
+
+class Planner(Protocol):
+    """`core.planner.Planner`, or a recorded trace."""
+
+    def step(self, table: WeightPageTable, observation: Observation) -> Plan: ...
+
+
+@dataclass(frozen=True)
+class BlockDemand:
+    """The scheduler's queues in KV blocks (`KVPressure` has what the words mean)."""
+
+    free_blocks: int
+    pending_blocks: int = 0
+    head_blocks: int = 0
+    growth_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """block_bytes: B_KV of one rank. granule_pages: most pages that one granule takes."""
+
+    block_bytes: int
+    granule_pages: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """The runtime at one step, for metrics and timelines. Bytes are of one rank.
+
+    mean_bits:        committed, by weight: gate_up, down, both.
+    target_bytes:     D of eq. 7, 0 without pressure.
+    predicted_damage: of this step's plan, negative when it restores.
+    """
+
+    step: int
+    mean_bits: tuple[float, float, float]
+    bytes_on_device: int
+    bytes_in_transfer: int
+    usable_blocks: int
+    target_bytes: int
+    predicted_damage: float
+    plan_kind: str
+    rows_waiting: int
+    batches_under_way: int
+    failures: int
+
+
+class Controller:
+    """One for the engine, whatever the number of ranks."""
+
+    def __init__(
+        self,
+        table: WeightPageTable,
+        planner: Planner,
+        policy: Policy,
+        granules: GranuleLedger,
+        kv: KVShape,
+        page_bytes: int,
+        signals: SignalWindow | None = None,
+        config: DispatchConfig | None = None,
+    ) -> None:
+        """`table` and `granules` state what the ranks have loaded and backed.
+
+        `signals` None: plans know nothing of what was routed.
+        """
+        self.table = table
+        self.granules = granules
+        self.step_number = 0
+        self.status: Status | None = None
+        self._planner = planner
+        self._policy = policy
+        self._kv = kv
+        self._page_bytes = page_bytes
+        self._config = config or DispatchConfig()
+        pages = SizeClassPages.of(table.sizes, page_bytes)
+        self._dispatch = Dispatcher(table, pages, self._config)
+        self._free_pages = 0
+        self._promised: dict[int, int] = {}
+        self._signals = signals
+        self._settled = False
+        self._no_room_until = self._no_room_at = 0
+        self._planned_for: BlockDemand | None = None
+        self._last_pressure: int | None = None
+
+    # -- observe ---------------------------------------------------------------------------------
+
+    def hear(self, report: WorkerReport, parking: BlockParking) -> None:
+        """What holds on all ranks after some plan (`messages.merged`); in the order of plans."""
+        check_version(report)
+        self._dispatch.hear(report.batches, self.step_number)
+        self.granules.hear(report, parking)
+        if self._signals and report.signals:
+            self._signals.add(report.signals)
+        self._free_pages = report.free_pages
+        self._promised = {s: n for s, n in self._promised.items() if s > report.step}
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that all ranks had free in the last report, less what was promised since."""
+        return max(0, self._free_pages - sum(self._promised.values()))
+
+    def pressure(self, demand: BlockDemand) -> KVPressure:
+        """The planner's view of the KV side."""
+        granules = self.granules
+        return KVPressure(
+            block_bytes=self._kv.block_bytes,
+            total_blocks=granules.total_blocks,
+            usable_blocks=granules.usable_blocks,
+            free_blocks=demand.free_blocks,
+            pending_blocks=demand.pending_blocks,
+            head_blocks=demand.head_blocks,
+            growth_blocks=demand.growth_blocks,
+            headroom_bytes=self.free_pages * self._page_bytes,
+            granule_blocks=granules.granule_blocks,
+        )
+
+    def wants_step(self, demand: BlockDemand) -> bool:
+        """Whether a step must come although nobody asks for tokens: something is under way, or
+        bits may come back, because the load is not the one last planned for or dwell goes on."""
+        if not self._settled:
+            return True
+        since = self._last_pressure
+        dwelling = since is not None and self.step_number - since <= self._policy.dwell_steps
+        return (dwelling or demand != self._planned_for) and not self._all_bits
+
+    @property
+    def _rows_waiting(self) -> int:
+        return int((self.table.desired_bits != self.table.committed_bits).sum())
+
+    # -- plan ------------------------------------------------------------------------------------
+
+    def step(self, demand: BlockDemand, parking: BlockParking) -> StepPlan:
+        """The plan that goes with the scheduler's next output; calls `parking` for granules."""
+        self.step_number += 1
+        step, dispatch, kv = self.step_number, self._dispatch, self.pressure(demand)
+        pressed = pressure_triggered(kv, self._policy.offload_blocks)
+        if pressed:
+            self._last_pressure = step
+            dispatch.stay()
+        plan = self._plan(kv)
+        abort, commit = dispatch.aborts(), dispatch.commits()
+        lowers = dispatch.lowers(step)
+        raises = () if pressed else self._raises(kv, parking)
+        grow = self._wishes(kv, pressed)
+        if self._config.at_once:
+            commit += tuple(batch.number for batch in lowers)
+        self._planned_for = demand
+        self._settled = plan.kind == "none" and not self._moving and not self._rows_waiting
+        return StepPlan(
+            step=step,
+            abort=abort,
+            commit=commit,
+            shrink=tuple(self.granules.having(GranuleState.SHRINKING)),
+            prepare=(*lowers, *raises),
+            grow=grow,
+            oldest=dispatch.oldest,
+            agree=self._moving or bool(abort),
+        )
+
+    def _plan(self, kv: KVPressure) -> Plan:
+        """The planner's answer, written into d."""
+        signals = self._signals.current(self.step_number) if self._signals else None
+        plan = self._planner.step(self.table, Observation(self.step_number, kv, signals))
+        hold = self.step_number < self._no_room_until and kv.free_blocks <= self._no_room_at
+        if plan.kind == "reload" and hold:
+            plan = Plan.none(plan.stage, plan.target_bytes)
+        plan.apply(self.table)
+        self.status = self._status(plan, kv)
+        return plan
+
+    def _raises(self, kv: KVPressure, parking: BlockParking) -> tuple[Batch, ...]:
+        """Batches of rows to raise; where pages are lacking, KV is asked to give some back."""
+        batches, pages = self._dispatch.raises(self.step_number, self.free_pages)
+        if pages > 0:
+            self._promised[self.step_number] = pages
+        elif pages < 0 and not self._ask_back(-pages, kv, parking):
+            # What is free lies scattered over granules in use: no use in asking at every step.
+            self._dispatch.stay()
+            self._no_room_at = kv.free_blocks
+            self._no_room_until = self.step_number + self._policy.dwell_steps
+        return batches
+
+    def _ask_back(self, pages: int, kv: KVPressure, parking: BlockParking) -> bool:
+        """Have KV give back `pages`, if so many blocks stay free as the policy wants; False when
+        nothing comes."""
+        each, coming = self._kv.granule_pages, self.granules.count(GranuleState.SHRINKING)
+        spare = kv.expected_free_blocks - (self._policy.reload_blocks + 1)
+        most = max(0, spare // kv.granule_blocks)
+        more = min(most, -(-max(0, pages - coming * each) // each))
+        given = self.granules.give_back(more, parking, self.step_number)
+        return bool(given or coming or self._dispatch.under_way)
+
+    @property
+    def _moving(self) -> bool:
+        return bool(self._dispatch.under_way or self.granules.in_transit)
+
+    def _wishes(self, kv: KVPressure, pressed: bool) -> tuple[int, ...]:
+        """Granules to grow by: what pressure wants, or what nobody else has a use for."""
+        count = 0
+        if pressed:
+            threshold = self._policy.offload_blocks
+            wanted = wanted_blocks(kv, threshold, kv.expected_free_blocks)
+            count = -(-wanted // kv.granule_blocks)
+        elif self._all_bits and not (self._dispatch.under_way or self._rows_waiting):
+            count = self.free_pages // self._kv.granule_pages
+        self.granules.keep(count, self.step_number)
+        return self.granules.wish(count, self.step_number)
+
+    @property
+    def _all_bits(self) -> bool:
+        """Every row is to have all its bits: what is left over is for KV."""
+        return bool((self.table.desired_bits == self.table.sizes.planes).all())
+
+    def _status(self, plan: Plan, kv: KVPressure) -> Status:
+        table, dispatch = self.table, self._dispatch
+        pressed = pressure_triggered(kv, self._policy.offload_blocks)
+        return Status(
+            step=self.step_number,
+            mean_bits=table.mean_bits(),
+            bytes_on_device=table.bytes_in(PageState.DEVICE),
+            bytes_in_transfer=table.bytes_in(PageState.IN_TRANSFER),
+            usable_blocks=self.granules.usable_blocks,
+            target_bytes=plan.target_bytes if pressed else 0,
+            predicted_damage=plan.damage,
+            plan_kind=plan.kind,
+            rows_waiting=self._rows_waiting,
+            batches_under_way=dispatch.under_way,
+            failures=dispatch.failures,
+        )

@@ -1,0 +1,204 @@
+"""The scheduler side of moving rows: desired bits become batches, answers become committed bits.
+
+Rows whose desired bits differ from the committed ones are sent off in batches. A batch is committed
+on all ranks in one plan once it is ready on all of them; one that fails anywhere is given up
+everywhere, its rows keep their bits, and the next attempt is smaller and a little later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedweight.core.page_table import BitsArray, Moving, WeightPageTable
+from pagedweight.core.size_class import SizeClassPages, SlotCounts
+from pagedweight.core.size_table import IntArray
+from pagedweight.runtime.messages import Batch, BatchStatus, Stage
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """rows_per_batch: most rows in one batch. hold_off_steps: steps before trying again after a
+    batch failed. at_once: lower in one plan, waiting in order for the tables; one rank only."""
+
+    rows_per_batch: int = 256
+    hold_off_steps: int = 8
+    at_once: bool = False
+
+
+@dataclass
+class _Open:
+    """A batch that has not come to an end: `stage` is the least of all ranks'."""
+
+    batch: Batch
+    epochs: IntArray
+    stage: Stage = Stage.COPYING
+    commit_sent: bool = False
+
+
+class Dispatcher:
+    """Keeps the scheduler's page table in step with the ranks'."""
+
+    def __init__(
+        self, table: WeightPageTable, pages: SizeClassPages, config: DispatchConfig
+    ) -> None:
+        self.table = table
+        self._pages = pages
+        self._config = config
+        self._open: dict[int, _Open] = {}
+        self._given_up: list[int] = []
+        self._next = 1
+        self._limit = {True: config.rows_per_batch, False: config.rows_per_batch}
+        self._not_before = {True: 0, False: 0}
+        self.failures = 0
+        self.last_failure = ""
+
+    @property
+    def under_way(self) -> int:
+        """Batches that have not come to an end."""
+        return len(self._open)
+
+    @property
+    def oldest(self) -> int:
+        """Smallest number that is still of interest."""
+        return min([*self._open, *self._given_up, self._next])
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def hear(self, statuses: Sequence[BatchStatus], step: int) -> None:
+        """Take note of what holds on all ranks."""
+        for status in statuses:
+            open_ = self._open.get(status.number)
+            if open_ is None:
+                continue
+            if status.stage is Stage.FAILED:
+                self._failed(open_, status.reason, step)
+                continue
+            if open_.stage < Stage.READY <= status.stage and not open_.batch.lowers:
+                self.table.finish_reload(open_.batch.rows, open_.epochs)
+            if open_.stage < Stage.COMMITTED <= status.stage:
+                self._committed(open_)
+            if status.stage is Stage.DONE:
+                self.table.finish_retire(open_.batch.rows, open_.epochs)
+                del self._open[status.number]
+            open_.stage = max(open_.stage, status.stage)
+
+    def _committed(self, open_: _Open) -> None:
+        rows, bits, table = open_.batch.rows, open_.batch.bits, self.table
+        if open_.batch.lowers:
+            table.lower(rows, open_.epochs)
+        else:
+            table.raise_bits(rows, bits)
+        open_.epochs = table.begin_retire(rows)
+        most = self._config.rows_per_batch
+        lowers = open_.batch.lowers
+        self._limit[lowers] = min(most, self._limit[lowers] * 2)
+
+    def _failed(self, open_: _Open, reason: str, step: int) -> None:
+        lowers, tried = open_.batch.lowers, len(open_.batch.rows)
+        self.failures += 1
+        self.last_failure = reason
+        self._limit[lowers] = max(1, min(self._limit[lowers], tried // 2))
+        self._not_before[lowers] = step + self._config.hold_off_steps
+        self._give_up(open_)
+
+    def _give_up(self, open_: _Open) -> None:
+        rows, epochs, table = open_.batch.rows, open_.epochs, self.table
+        if open_.batch.lowers:
+            table.abort_lower(rows, epochs)
+        elif open_.stage is Stage.READY:
+            table.finish_retire(rows, table.begin_retire(rows))
+            table.set_desired(rows, table.committed_bits[list(rows)])
+        else:
+            table.abort_reload(rows, epochs)
+        del self._open[open_.batch.number]
+        self._given_up.append(open_.batch.number)
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def stay(self) -> None:
+        """Rows that only wait to be raised are content with the bits they have."""
+        rows = self._waiting(lowers=False)
+        self.table.set_desired(rows, self.table.committed_bits[rows])
+
+    def aborts(self) -> tuple[int, ...]:
+        """Batches that the ranks must give up: failed somewhere, or raising what is to stay low."""
+        desired = self.table.desired_bits
+        for open_ in list(self._open.values()):
+            rows, bits = list(open_.batch.rows), np.array(open_.batch.bits)
+            unwanted = not open_.batch.lowers and (desired[rows] < bits).any()
+            if unwanted and not open_.commit_sent:
+                kept = desired[rows].copy()
+                self._give_up(open_)
+                self.table.set_desired(rows, kept)
+        numbers = tuple(self._given_up)
+        self._given_up.clear()
+        return numbers
+
+    def commits(self) -> tuple[int, ...]:
+        """Batches that are ready on all ranks, repeated until they are committed on all."""
+        ready = [n for n, open_ in self._open.items() if open_.stage is Stage.READY]
+        for number in ready:
+            self._open[number].commit_sent = True
+        return tuple(ready)
+
+    def lowers(self, step: int) -> tuple[Batch, ...]:
+        """Batches for all rows that should be lower and are free to move."""
+        return self._batches(self._waiting(lowers=True), True, step)
+
+    def raises(self, step: int, pages: int) -> tuple[tuple[Batch, ...], int]:
+        """Batches of rows that should be higher, for at most `pages` pages, and what they take.
+
+        The second number is negative when rows had to wait: the pages that they lack.
+        """
+        rows = self._waiting(lowers=False)
+        need = self._pages_to_raise(rows)
+        while len(rows) and self._pages_to_raise(rows) > pages:
+            rows = rows[: len(rows) // 2]
+        taken = self._pages_to_raise(rows)
+        batches = self._batches(rows, False, step)
+        if not batches and need > pages:
+            return (), pages - need
+        return batches, taken if batches else 0
+
+    def _waiting(self, lowers: bool) -> IntArray:
+        table = self.table
+        away = table.desired_bits < table.committed_bits
+        if not lowers:
+            away = table.desired_bits > table.committed_bits
+        free = (table.moving == Moving.NONE) & (table.goal_bits == table.committed_bits)
+        rows: IntArray = np.flatnonzero(away & free).astype(np.int64)
+        return rows
+
+    def _batches(self, rows: IntArray, lowers: bool, step: int) -> tuple[Batch, ...]:
+        if step < self._not_before[lowers] or not len(rows):
+            return ()
+        size, begin = self._limit[lowers], self._begin(lowers)
+        held_off = size < self._config.rows_per_batch
+        parts = np.array_split(rows, -(-len(rows) // size))
+        batches = []
+        for part in parts[:1] if held_off else parts:
+            bits = self.table.desired_bits[part]
+            batch = Batch(self._next, lowers, tuple(part.tolist()), tuple(bits.tolist()))
+            self._next += 1
+            self._open[batch.number] = _Open(
+                batch, begin(part, bits), commit_sent=lowers and self._config.at_once
+            )
+            batches.append(batch)
+        return tuple(batches)
+
+    def _begin(self, lowers: bool) -> Callable[[IntArray, BitsArray], IntArray]:
+        return self.table.begin_lower if lowers else self.table.begin_reload
+
+    def _pages_to_raise(self, rows: IntArray) -> int:
+        """Pages that the arenas grow by when `rows` begin to come in."""
+        table, now = self.table, self.table.slots()
+        more = SlotCounts(now.planes.copy(), now.tables.copy())
+        for row in rows.tolist():
+            kind, goal = row % 2, int(table.desired_bits[row])
+            more.planes[kind] += goal - int(table.committed_bits[row])
+            more.tables[kind, goal - table.sizes.lowest] += 1
+        grown = self._pages.held_by(more) - self._pages.held_by(now)
+        return grown // self._pages.page_bytes

@@ -1,0 +1,117 @@
+"""KV granules as the scheduler sees them: which may be handed out, which come, which go.
+
+    PARKED --wish--> GROWING --backed on every rank--> USABLE
+       ^                |                                |
+       +--- heard ---SHRINKING <--- no longer wanted, or parked again by the scheduler
+
+The blocks of a granule that is not USABLE are outside the scheduler's free queue. Low numbers are
+wished for first and high ones given back first, as blocks are handed out from below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+from pagedweight.runtime.messages import WorkerReport
+
+
+class GranuleState(IntEnum):
+    """See the module."""
+
+    PARKED = 0
+    GROWING = 1
+    USABLE = 2
+    SHRINKING = 3
+
+
+class BlockParking(Protocol):
+    """The engine's block pool, as the serving layer offers it."""
+
+    def park(self, granule: int) -> bool:
+        """Take all blocks of a granule out of circulation; False, and nothing done, when one of
+        them is in use."""
+        ...
+
+    def unpark(self, granule: int) -> None:
+        """The granule has memory: its blocks may be handed out."""
+        ...
+
+
+class GranuleLedger:
+    """`granule_blocks` blocks a granule, `total_blocks` in all; block 0 is the null block.
+
+    Granule 0 is never given back.
+    """
+
+    def __init__(self, total_blocks: int, granule_blocks: int, usable: Iterable[int] = ()) -> None:
+        count = -(-total_blocks // granule_blocks)
+        self.granule_blocks = granule_blocks
+        self.total_blocks = total_blocks
+        self.states = np.full(count, GranuleState.PARKED, np.uint8)
+        self.states[list(usable)] = GranuleState.USABLE
+        self._since = np.zeros(count, np.int64)
+
+    def count(self, state: GranuleState) -> int:
+        return int(np.count_nonzero(self.states == state))
+
+    def having(self, state: GranuleState) -> list[int]:
+        """Granules in `state`, ascending."""
+        return [int(g) for g in np.flatnonzero(self.states == state)]
+
+    @property
+    def in_transit(self) -> bool:
+        """Whether the ranks have not answered for some granule yet."""
+        return bool(self.count(GranuleState.GROWING) or self.count(GranuleState.SHRINKING))
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that have memory on every rank, without the null block."""
+        return sum(self.blocks_in(g) for g in self.having(GranuleState.USABLE))
+
+    def blocks_in(self, granule: int) -> int:
+        """Blocks of a granule that can be handed out; the last granule may be short."""
+        first = granule * self.granule_blocks
+        last = min(first + self.granule_blocks, self.total_blocks)
+        return last - max(first, 1)
+
+    def wish(self, count: int, step: int) -> tuple[int, ...]:
+        """Want `count` more granules in all; the ranks are asked again until they have them."""
+        growing = self.having(GranuleState.GROWING)
+        for granule in self.having(GranuleState.PARKED)[: max(0, count - len(growing))]:
+            self._set(granule, GranuleState.GROWING, step)
+        return tuple(self.having(GranuleState.GROWING)[:count])
+
+    def keep(self, count: int, step: int) -> None:
+        """Give up wishes beyond the lowest `count`; ranks that already back them take them back."""
+        for granule in self.having(GranuleState.GROWING)[count:]:
+            self._set(granule, GranuleState.SHRINKING, step)
+
+    def give_back(self, count: int, parking: BlockParking, step: int) -> int:
+        """Park up to `count` usable granules, highest first, that have no block in use."""
+        given = 0
+        for granule in reversed(self.having(GranuleState.USABLE)):
+            if given == count:
+                break
+            if granule and parking.park(granule):
+                self._set(granule, GranuleState.SHRINKING, step)
+                given += 1
+        return given
+
+    def hear(self, report: WorkerReport, parking: BlockParking) -> None:
+        """Granules that all ranks back are unparked; those given back are parked for good."""
+        answered = self._since <= report.step
+        for granule in self.having(GranuleState.GROWING):
+            if answered[granule] and report.backed >> granule & 1:
+                self._set(granule, GranuleState.USABLE, report.step)
+                parking.unpark(granule)
+        for granule in self.having(GranuleState.SHRINKING):
+            if answered[granule]:
+                self._set(granule, GranuleState.PARKED, report.step)
+
+    def _set(self, granule: int, state: GranuleState, step: int) -> None:
+        self.states[granule] = state
+        self._since[granule] = step

@@ -1,0 +1,132 @@
+"""A stand-in for the engine: a block pool, a load that rises and falls, ranks, late reports."""
+
+from collections import deque
+
+import numpy as np
+from ranks import LEVELS, RandomTier, rank_of
+
+from pagedweight.core.calibration import Calibration
+from pagedweight.core.page_table import WeightPageTable
+from pagedweight.core.planner import PlanContext, Planner
+from pagedweight.core.policy import Policy
+from pagedweight.memory.fake import FakeDevice, fail_at
+from pagedweight.runtime.controller import BlockDemand, Controller, KVShape
+from pagedweight.runtime.dispatch import DispatchConfig
+from pagedweight.runtime.granules import GranuleLedger, GranuleState
+from pagedweight.runtime.integrity import check_worker
+from pagedweight.runtime.messages import StepPlan, merged
+
+PAGE = 4096
+POLICY = Policy(offload_blocks=3, reload_blocks=8, dwell_steps=6)
+
+
+class Blocks:
+    """The engine's block pool: lowest numbers first; parked granules are out of circulation."""
+
+    def __init__(self, total, per_granule, usable):
+        self.total, self.per_granule = total, per_granule
+        self.parked = set(range(-(-total // per_granule))) - set(usable)
+        self.used = {0}
+
+    def granule(self, number):
+        return set(range(number * self.per_granule, (number + 1) * self.per_granule))
+
+    def free(self):
+        out = set(range(self.total)) - self.used
+        for granule in self.parked:
+            out -= self.granule(granule)
+        return sorted(out)
+
+    def park(self, granule):
+        if self.granule(granule) & self.used:
+            return False
+        self.parked.add(granule)
+        return True
+
+    def unpark(self, granule):
+        self.parked.remove(granule)
+
+
+class Engine:
+    """Runs controller and ranks against a load given as blocks wanted; see `step`."""
+
+    def __init__(self, ranks=1, lag=0, pages=104, granules=24, lazy=True, bits=6, **config):
+        tier = RandomTier(layers=2, experts=4)
+        self.devices = [FakeDevice(PAGE, lazy) for _ in range(ranks)]
+        self.ranks = [
+            rank_of(device, pages, bits=bits, granules=granules, tier=tier, reserve=12)
+            for device in self.devices
+        ]
+        for rank in self.ranks:
+            rank.worker.apply(StepPlan(0, grow=tuple(range(granules))))
+        usable = self.ranks[0].worker.kv.backed
+        self.blocks = Blocks(2 * granules, 2, usable)
+        index, sizes, rng = tier.index, tier.sizes, np.random.default_rng(0)
+        damage = rng.lognormal(0, 2, (*index.shape, 1)) * 4.0 ** -np.arange(len(LEVELS))
+        calibration = Calibration(LEVELS, damage, np.full((2, 4), 0.25), None, True, ())
+        planner = Planner(PlanContext.of(index, sizes, calibration, POLICY, PAGE))
+        self.controller = Controller(
+            WeightPageTable(index, sizes, bits),
+            planner,
+            POLICY,
+            GranuleLedger(2 * granules, 2, usable),
+            KVShape(block_bytes=6000, granule_pages=6),
+            PAGE,
+            config=DispatchConfig(rows_per_batch=8, hold_off_steps=3, **config),
+        )
+        self.rng = np.random.default_rng(1)
+        self.reports, self.lag, self.short = deque(), lag, 0
+        self.history = []
+
+    def demand(self, wanted):
+        """Give requests up to `wanted` blocks; what is lacking is pending."""
+        self.blocks.used = set(sorted(self.blocks.used)[: wanted + 1])
+        lacking = wanted + 1 - len(self.blocks.used)
+        free = self.blocks.free()
+        self.blocks.used |= set(free[:lacking])
+        pending = max(0, lacking - len(free))
+        return BlockDemand(max(0, len(free) - lacking), pending, min(pending, 1))
+
+    def hear(self):
+        while len(self.reports) > self.lag:
+            self.controller.hear(self.reports.popleft(), self.blocks)
+
+    def step(self, wanted):
+        """One step in which requests want `wanted` blocks in all."""
+        self.hear()
+        demand = self.demand(wanted)
+        self.short += demand.pending_blocks
+        plan = self.controller.step(demand, self.blocks)
+        for rank in self.ranks:
+            rank.worker.apply(plan)
+        self.reports.append(merged([rank.worker.report() for rank in self.ranks]))
+        self.check()
+        for device in self.devices:
+            device.launch(lambda: None)
+            device.run(until=max(device.executed, device.submitted - int(self.rng.integers(0, 60))))
+            device.run_uploads(int(self.rng.integers(0, 4)))
+        self.history.append((self.controller.status, len(self.blocks.used)))
+        return plan
+
+    def check(self):
+        """No block without memory on every rank is ever in circulation; everything is sound."""
+        self.controller.table.check_integrity()
+        usable = set(self.controller.granules.having(GranuleState.USABLE))
+        assert usable == set(range(self.controller.granules.states.size)) - self.blocks.parked
+        for rank in self.ranks:
+            assert usable <= set(rank.worker.kv.backed)
+            fault, rank.device.fault = rank.device.fault, fail_at()
+            check_worker(rank.worker)
+            rank.device.fault = fault
+
+    def bits(self):
+        return [rank.table.committed_bits.tolist() for rank in self.ranks]
+
+    def idle(self, limit=400):
+        """Steps without load until the controller has nothing to do; returns how many."""
+        for count in range(limit):
+            self.hear()
+            if not self.controller.wants_step(self.demand(0)):
+                return count
+            self.step(0)
+        raise AssertionError(f"still busy after {limit} idle steps: {self.controller.status}")
