@@ -90,6 +90,7 @@ class Controller:
         self.granules = granules
         self.step_number = 0
         self.status: Status | None = None
+        self.counters: dict[str, int] = {}
         self._planner = planner
         self._policy = policy
         self._kv = kv
@@ -114,6 +115,7 @@ class Controller:
         self.granules.hear(report, parking)
         if self._signals and report.signals:
             self._signals.add(report.signals)
+        self.counters = report.counters
         self._free_pages = report.free_pages
         self._promised = {s: n for s, n in self._promised.items() if s > report.step}
 

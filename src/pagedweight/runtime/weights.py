@@ -173,6 +173,10 @@ class WeightMemory:
         held = classes.held_by(SlotCounts.of_bits(self.tier.sizes, bits))
         return held // self.pool.page_bytes
 
+    def left_at(self, bits: NDArray[np.int32]) -> int:
+        """Pages that KV can have while rows are settled at `bits`: at all floors, the most."""
+        return self.pool.total - self.pool.reserve - self.pages_at(bits)
+
     def bring_in(self, pieces: Pieces, urgent: bool = False) -> Arrival:
         """Give `pieces` slots and start their copies; all or none. Raises PoolShort, Transient."""
         slots = np.full(len(pieces), ABSENT, np.int64)

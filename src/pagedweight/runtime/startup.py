@@ -1,0 +1,59 @@
+"""Putting a rank together: pool, weights, page table, mover and worker, in the right order.
+
+    budget  [ expert weights | KV granules | reserve ]        pages of one pool
+
+The reserve is what lets bits fall when everything else is taken: the lower level's lookup tables
+come in before anything leaves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagedweight.core.page_table import WeightPageTable
+from pagedweight.core.size_table import SizeTable
+from pagedweight.errors import UserError
+from pagedweight.memory.host_tier import HostTier
+from pagedweight.memory.interface import Device, pages_of
+from pagedweight.memory.pool import PagePool
+from pagedweight.runtime.mover import Mover
+from pagedweight.runtime.weights import WeightMemory
+from pagedweight.runtime.worker import MemoryWorker
+
+
+def reserve_pages(sizes: SizeTable, page_bytes: int) -> int:
+    """Pages to keep for lowering: room in every table arena that a row can be lowered into.
+
+    One table and one page that it begins on, by kind and level; the top level is never a target.
+    """
+    tables = sizes.table_bytes[:, :-1].ravel().tolist()
+    return sum(pages_of(nbytes, page_bytes) + 1 for nbytes in tables)
+
+
+def open_rank(
+    device: Device,
+    tier: HostTier,
+    bits: NDArray[np.int32],
+    budget_bytes: int,
+    torch_device: torch.device | str = "cpu",
+    poison: bool = False,
+) -> MemoryWorker:
+    """Create the pool of a rank, load its experts at `bits` [rows]; KV is attached later.
+
+    budget_bytes is for experts and KV together. Set `worker.kv` once the KV layout is known.
+    UserError with the numbers when the budget or the machine is too small.
+    """
+    reserve = reserve_pages(tier.sizes, device.page_bytes)
+    pages = budget_bytes // device.page_bytes
+    if pages <= reserve:
+        raise UserError(
+            f"a memory budget of {budget_bytes} bytes is {pages} pages of {device.page_bytes}; "
+            f"{reserve} of them are a reserve for changing precision: raise the budget"
+        )
+    weights = WeightMemory(
+        device, PagePool(device, pages, reserve), tier, torch_device, poison=poison
+    )
+    weights.load(bits)
+    return MemoryWorker(Mover(weights, WeightPageTable(tier.index, tier.sizes, bits)))
