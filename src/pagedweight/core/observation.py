@@ -26,7 +26,8 @@ class KVPressure:
                     them.
     usable_blocks:  blocks that are backed by memory now, without the null block.
     free_blocks:    F_blk: usable blocks that no request holds.
-    pending_blocks: blocks that waiting requests need, prompts counted in full.
+    pending_blocks: blocks that waiting requests need, prompts counted in full. Of those that could
+                    start if there were KV: one that waits for a sequence slot frees nothing by it.
     head_blocks:    of those, what the request at the head of the queue needs.
     growth_blocks:  blocks that running requests will take before help can arrive.
     headroom_bytes: pool memory that neither weights nor KV hold.

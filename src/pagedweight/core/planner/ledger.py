@@ -19,28 +19,31 @@ class Ledger:
         self._slots: list[int] = slots.tolist()
         self._slot_bytes: list[int] = context.pages.slot_bytes.tolist()
         self._page = context.pages.page_bytes
-        self._levels = context.pages.levels
+        self._touched = [
+            _arenas(of, context.pages.levels) for of in range(context.steps * len(KINDS))
+        ]
 
     @property
     def slots(self) -> IntArray:
         """Slots in every arena now, int64 [classes]."""
         return np.array(self._slots, np.int64)
 
-    def _arenas(self, of: int) -> tuple[tuple[int, int], ...]:
-        """(arena, slots gained) when a row of class `of` rises."""
-        step, kind = divmod(of, len(KINDS))
-        table = len(KINDS) + kind * self._levels + step
-        return (kind, 1), (table, -1), (table + 1, 1)
-
     def cost_of_rise(self, of: int) -> int:
         """Bytes of whole pages that it takes to raise one more row of class `of`."""
         cost = 0
-        for arena, gained in self._arenas(of):
+        for arena, gained in self._touched[of]:
             slots, size = self._slots[arena], self._slot_bytes[arena]
             cost += -(-(slots + gained) * size // self._page) + (-slots * size // self._page)
         return cost * self._page
 
     def rise(self, of: int, rows: int = 1) -> None:
         """Raise `rows` rows of class `of`; -1 takes one back down."""
-        for arena, gained in self._arenas(of):
+        for arena, gained in self._touched[of]:
             self._slots[arena] += gained * rows
+
+
+def _arenas(of: int, levels: int) -> tuple[tuple[int, int], ...]:
+    """(arena, slots gained) when a row of class `of` rises: a plane, and one table for another."""
+    step, kind = divmod(of, len(KINDS))
+    table = len(KINDS) + kind * levels + step
+    return (kind, 1), (table, -1), (table + 1, 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pagedweight.core.geometry import KINDS
 from pagedweight.core.observation import BatchSignals
 from pagedweight.core.planner.context import Levels, PlanContext
 from pagedweight.core.planner.order import Order
@@ -21,7 +21,7 @@ class Damage:
 
     predicted: float32 [T, rows], in the context's damage unit.
     per_byte:  float32 [T, rows], predicted / Delta.
-    bucket:    int64 [rows], routing bucket of the row's expert.
+    bucket:    int8 [rows], routing bucket of the row's expert.
     order:     of downward steps, when it does not depend on where rows are: every row's steps cost
                more per byte the lower they lead. None otherwise.
     """
@@ -29,7 +29,7 @@ class Damage:
     signals: BatchSignals | None
     predicted: Float32
     per_byte: Float32
-    bucket: NDArray[np.int64]
+    bucket: Levels
     order: Order | None
 
 
@@ -49,23 +49,22 @@ def predict_damage(context: PlanContext, signals: BatchSignals | None) -> Damage
     return Damage(signals, predicted, per_byte, bucket, order)
 
 
-def routing_buckets(
-    context: PlanContext, signals: BatchSignals | None
-) -> tuple[Float32, NDArray[np.int64]]:
-    """mu (float32 [rows]) and bucket (int64 [rows]) from mass relative to calibration.
+def routing_buckets(context: PlanContext, signals: BatchSignals | None) -> tuple[Float32, Levels]:
+    """mu (float32 [rows]) and bucket (int8 [rows]) from mass relative to calibration.
 
     Without routing statistics every expert has mu = 1 and the bucket of a ratio of 1.
     """
-    policy = context.policy
-    edges = np.array([bucket.at_least for bucket in policy.buckets[1:]])
-    multipliers = np.array([bucket.multiplier for bucket in policy.buckets], np.float32)
-    if signals is None or not policy.use_routing:
-        usual = int(np.searchsorted(edges, 1.0, side="right"))
-        rows = context.index.rows
-        return np.ones(rows, np.float32), np.full(rows, usual, np.int64)
+    buckets, rows = context.policy.buckets, context.index.rows
+    if signals is None or not context.policy.use_routing:
+        usual = sum(bucket.at_least <= 1.0 for bucket in buckets[1:])
+        return np.ones(rows, np.float32), np.full(rows, usual, np.int8)
     ratio = signals.mass / context.usual_mass
-    bucket = np.repeat(np.searchsorted(edges, ratio.ravel(), side="right"), 2)
-    return multipliers[bucket], bucket
+    of_expert = np.zeros(ratio.shape, np.int8)
+    for bucket in buckets[1:]:
+        of_expert += ratio >= bucket.at_least
+    multipliers = np.array([bucket.multiplier for bucket in buckets], np.float32)
+    both = np.repeat(of_expert.ravel(), len(KINDS))
+    return multipliers.take(both), both
 
 
 def offload_order(damage: Damage, now: Levels) -> Order:
@@ -131,5 +130,5 @@ class ScoredActions:
 
 def score_actions(rows: Rows, order: Order, stage: Stage) -> ScoredActions:
     """R_s of one stage: its floor by the row's routing bucket, never above where the row is."""
-    floor = np.minimum(stage.floors[rows.damage.bucket], rows.now)
+    floor = np.minimum(stage.floors.take(rows.damage.bucket), rows.now)
     return ScoredActions(rows, order, stage, floor)
