@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedweight.calibrate import text
 from pagedweight.calibrate.text import CalibrationChoice, load_tokens
 from pagedweight.errors import UserError
 
@@ -20,8 +21,8 @@ def jsonl(tmp_path: Path) -> Path:
     return path
 
 
-def load(model: Path, text: object, *numbers: int, limit: int | None = None):
-    return load_tokens(CalibrationChoice(str(text), *numbers), model, limit)
+def load(model: Path, path: object, *numbers: int, limit: int | None = None):
+    return load_tokens(CalibrationChoice(str(path), *numbers), model, limit)
 
 
 def decode(model: Path, tokens) -> str:
@@ -42,6 +43,14 @@ def test_plain_text_is_cut_into_sequences(tiny_moe: Path, tmp_path: Path) -> Non
     assert cut.tokens.shape == (4, 20)
     assert cut.metadata["text"].startswith("text.txt sha256:")
     assert (cut.metadata["sequences"], cut.metadata["seed"]) == ("4", "7")
+
+
+def test_long_text_is_tokenized_in_pieces(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "\n".join(word.strip() for word in WORDS) + "\n\n  an indented line\nno line end here"
+    whole = text.tokenize(long, tiny_moe)
+    monkeypatch.setattr(text, "PIECE", 50)
+    assert len(list(text._in_pieces(long, list))) > 20
+    assert text.tokenize(long, tiny_moe) == whole
 
 
 def test_the_seed_picks_and_repeats(tiny_moe: Path, jsonl: Path) -> None:

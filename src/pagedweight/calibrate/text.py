@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from pagedweight.checkpoint.tensorfile import sha256_file
 from pagedweight.errors import UserError
 
 JOIN = "\n\n"
 """Between documents of a JSON lines file."""
+PIECE = 1 << 17
+"""Characters that are tokenized at once, about."""
+_LINE = re.compile(r"(?<=\S)\n(?=\w)")
 _RANGE = re.compile(r"(?P<path>.+):(?P<first>\d+)-(?P<last>\d+)")
 
 
@@ -71,12 +76,11 @@ def load_tokens(choice: CalibrationChoice, model: Path, limit: int | None) -> Ca
     rng = np.random.default_rng(choice.seed)
     picked = np.sort(rng.choice(available, choice.sequences, replace=False))
     rows = [start + stream[n * body : (n + 1) * body] for n in picked]
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     name = choice.text.replace(str(path), path.name, 1)
     return CalibrationTokens(
         torch.tensor(rows, dtype=torch.int64),
         {
-            "text": f"{name} sha256:{digest}",
+            "text": f"{name} sha256:{sha256_file(path)}",
             "sequences": str(choice.sequences),
             "sequence_length": str(choice.sequence_length),
             "seed": str(choice.seed),
@@ -95,8 +99,43 @@ def tokenize(text: str, model: Path) -> tuple[list[int], list[int]]:
     start = tokenizer("").input_ids[:1]
     if start and start[0] != tokenizer.bos_token_id:
         start = []  # what an empty text has is an end, not a beginning
+    stream: list[int] = []
+    for ids in _in_pieces(text, lambda t: _encode(tokenizer, t)):
+        stream += ids
+    return stream, start
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
     # verbose=False: a text longer than the model's context is meant to be cut
-    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids, start
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
+def _in_pieces(text: str, encode: Callable[[str], list[int]]) -> Iterator[list[int]]:
+    """Tokens of `text` a piece at a time: a tokenizer takes a hundred times its text in memory.
+
+    Pieces begin where one line end stands before a word, which no tokenizer in use joins. Each
+    is encoded with that line end before it, whose tokens are then taken off, so that what a
+    tokenizer puts before a text's first word does not appear inside.
+    """
+    line_end, start = encode("\n"), 0
+    for match in _LINE.finditer(text):
+        if match.end() - start < PIECE:
+            continue
+        yield _after(line_end, encode, text[start : match.end()], start > 0)
+        start = match.end()
+    if start < len(text):
+        yield _after(line_end, encode, text[start:], start > 0)
+
+
+def _after(
+    line_end: list[int], encode: Callable[[str], list[int]], piece: str, inside: bool
+) -> list[int]:
+    if not inside:
+        return encode(piece)
+    ids = encode("\n" + piece)
+    if ids[: len(line_end)] != line_end:
+        raise UserError("this tokenizer joins line ends with the words that follow them")
+    return ids[len(line_end) :]
 
 
 def read_text(name: str) -> tuple[str, Path]:
