@@ -1,9 +1,10 @@
 """The row quantizer as batched tensor operations, for a GPU (and the CPU, where it is tested).
 
 The same optimum as `numba_rows`, whose notation this file keeps: n rows at once, [n, K] tensors in
-float64, no loop over rows. The divide and conquer goes level by level: the middles of a level know
-their lowest and highest cut from the levels above, so the candidates of a row are at most K plus
-one for each middle, laid out one after the other and reduced by segment.
+float64, no loop over rows, and every sum in a fixed order so that a run repeats to the bit. The
+divide and conquer goes level by level: the middles of a level know their lowest and highest cut
+from the levels above, so the candidates of a row are at most K plus one for each middle, laid out
+one after the other and reduced by segment.
 """
 
 from __future__ import annotations
@@ -19,31 +20,42 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class _Sorted:
-    """Rows by distinct value. m: int64 [n, 1] distinct values; s0, s1: float64 [n, V + 1] prefix
-    sums, constant beyond m, V the largest m; value: int64 [n, K], which of its row's distinct
-    values each weight is."""
+    """Rows by ascending value, and by distinct value. V is the largest number m of those.
 
+    order, place: int64 [n, K], column and number of its distinct value, by rank. h, x: float64
+    [n, K] by rank. m: int64 [n, 1]. ends: int64 [n, V + 1], ranks before value v; s0, s1: float64
+    [n, V + 1], prefix sums before value v. All constant beyond m.
+    """
+
+    order: torch.Tensor
+    place: torch.Tensor
+    h: torch.Tensor
+    x: torch.Tensor
     m: torch.Tensor
+    ends: torch.Tensor
     s0: torch.Tensor
     s1: torch.Tensor
-    value: torch.Tensor
 
 
 def _sort(weights: torch.Tensor, importance: torch.Tensor) -> _Sorted:
-    x, order = torch.sort(weights, dim=1, stable=True)
-    new = torch.ones_like(x, dtype=torch.bool)
-    new[:, 1:] = x[:, 1:] != x[:, :-1]
+    values, order = torch.sort(weights, dim=1, stable=True)
+    new = torch.ones_like(values, dtype=torch.bool)
+    new[:, 1:] = values[:, 1:] != values[:, :-1]
     place = new.cumsum(1) - 1
     m = place[:, -1:] + 1
-    h = importance.expand_as(weights).gather(1, order)
+    h, x = importance.expand_as(weights).gather(1, order), values.double()
     mean = (h * x).sum(1, keepdim=True) / h.sum(1, keepdim=True)
-    sums = []
-    for term in (h, h * (x - mean)):
-        merged = term.new_zeros((len(x), int(m.max()) + 1))
-        merged.scatter_add_(1, place + 1, term)
-        sums.append(merged.cumsum(1))
-    value = torch.empty_like(order).scatter_(1, order, place)
-    return _Sorted(m, sums[0], sums[1], value)
+    n, cols = weights.shape
+    ends = torch.full((n, int(m.max()) + 1), cols, device=m.device)
+    ends[:, 0] = 0
+    rank = torch.arange(1, cols + 1, device=m.device).expand(n, -1)
+    ends.scatter_reduce_(1, place + 1, rank, "amax", include_self=False)
+    # Prefix sums read at the ends, rather than added up by value: a GPU adds in no fixed order.
+    s0, s1 = (
+        torch.nn.functional.pad(term.cumsum(1), (1, 0)).gather(1, ends)
+        for term in (h, h * (x - mean))
+    )
+    return _Sorted(order, place, h, x, m, ends, s0, s1)
 
 
 def _gain(s: _Sorted, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -151,12 +163,17 @@ def _fit_chunk(
     bounds = _seed(s, 1 << seed_bits)
     for _ in range(top_bits - seed_bits):
         bounds = _split(s, bounds)
-    codes = torch.searchsorted(bounds[:, 1:].contiguous(), s.value, right=True)
-    sums = []
-    h = importance.expand_as(weights)
-    for term in (h, h * weights):
-        sums.append(term.new_zeros((len(weights), 1 << top_bits)).scatter_add_(1, codes, term))
-    return codes.to(torch.uint8), sums[0], sums[1]
+    by_rank = torch.searchsorted(bounds[:, 1:].contiguous(), s.place, right=True)
+    codes = torch.empty_like(by_rank).scatter_(1, s.order, by_rank).to(torch.uint8)
+    ranks = s.ends.gather(1, bounds)
+    return codes, _segment_sums(s.h, ranks), _segment_sums(s.h * s.x, ranks)
+
+
+def _segment_sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sums of [n, K] between neighbouring `ends` [n, C + 1] that span the row, added in order."""
+    lengths = ends.diff(dim=1)
+    sums = torch.segment_reduce(values.flatten(), "sum", lengths=lengths.flatten(), initial=0)
+    return sums.reshape(lengths.shape)
 
 
 def _chunks(rows: int, cols: int) -> Iterator[slice]:
