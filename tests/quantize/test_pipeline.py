@@ -16,6 +16,8 @@ from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.core.geometry import KINDS
 from pagedweight.errors import CheckpointError, UserError
+from pagedweight.quantize import layer as layer_module
+from pagedweight.quantize.layer import PRIOR_TOKENS, fitting_importance
 from pagedweight.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize_checkpoint
 from pagedweight.quantize.rows import quantize_rows
 
@@ -70,12 +72,23 @@ def test_every_block_is_the_quantized_source(
                 for b, error in zip(written.bits, errors, strict=True):
                     apart = weights - written.dequantize(position, expert, kind, b)
                     assert float((h * apart**2).sum()) == pytest.approx(error, rel=1e-4)
-                best = quantize_rows(weights, h, (2,)).error[0]
-                assert measured.error[position, expert, at, 0] == pytest.approx(best, rel=1e-6)
+                fitted = fitting_importance(h.numpy(), measured.tokens[position, expert])
+                seed = quantize_rows(weights, fitted, (2,), measure=h).error[0]
+                assert errors[0] == pytest.approx(seed, rel=1e-6)
 
 
-def test_calibration_changes_where_precision_goes(tmp_path: Path) -> None:
-    """Weighing by E[x^2] must win by its own measure: it minimizes it."""
+def test_few_tokens_count_little() -> None:
+    h = np.float32([1, 3, 0, 4])
+    np.testing.assert_allclose(fitting_importance(h, 0), 2)
+    np.testing.assert_allclose(fitting_importance(h, PRIOR_TOKENS), (h + 2) / 2)
+    np.testing.assert_allclose(fitting_importance(h, 10**9), h, atol=1e-5)
+
+
+def test_calibration_changes_where_precision_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weighing by E[x^2] must win by its own measure: without a prior it minimizes it."""
+    monkeypatch.setattr(layer_module, "PRIOR_TOKENS", 1e-9)
     path = make_checkpoint(tmp_path / "source", hidden=64, intermediate=64, layers=1)
     quantize(path, tmp_path / "with", calibration=tokens())
     quantize(path, tmp_path / "without")

@@ -156,6 +156,21 @@ def test_all_zero_importance_counts_as_uniform() -> None:
     np.testing.assert_array_equal(zero.row_error, ones.row_error)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_error_can_be_measured_by_another_importance(backend: str) -> None:
+    rng = np.random.default_rng(9)
+    weights = rng.normal(size=(3, 70)).astype(np.float32)
+    fitted, other = rng.chisquare(1, size=(2, 70))
+    plain = quantize_rows(weights, fitted, (2, 3), backend=backend)
+    result = quantize_rows(weights, fitted, (2, 3), backend=backend, measure=other)
+    assert (result.codes == plain.codes).all()
+    for position, level in enumerate((2, 3)):
+        codes = (result.codes >> (3 - level)).astype(int)
+        apart = weights - np.take_along_axis(values(result.tables[level], "bfloat16"), codes, 1)
+        expected = (other * apart.astype(np.float64) ** 2).sum(1)
+        np.testing.assert_allclose(result.row_error[:, position], expected, rtol=1e-6)
+
+
 def test_importance_decides_where_the_clusters_lie() -> None:
     """Twice the importance on a column is the column twice."""
     rng = np.random.default_rng(5)

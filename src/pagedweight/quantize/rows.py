@@ -51,13 +51,15 @@ def quantize_rows(
     levels: Sequence[int] = DEFAULT_LEVELS,
     table_dtype: str = "bfloat16",
     backend: Backend = "numba",
+    measure: npt.NDArray[np.floating] | torch.Tensor | None = None,
 ) -> RowCodes:
     """Quantize the rows of `weights`, float32 [N, K], to nested codes at every one of `levels`.
 
     importance: [K] for all rows or [N, K]; not negative. None, or a row that is all zero, counts
-    as 1 everywhere. `backend` "numba" runs on the CPU's cores, "torch" where `weights` live; both
-    find the same optimum, and codes differ only where two cuts are equal to within rounding (1e-9
-    of the row's error). Levels ascend without a gap in 2..8; the first is the seed.
+    as 1 everywhere. `measure`: the h of `row_error` when that is another one. Levels ascend
+    without a gap in 2..8; the first is the seed. `backend` "numba" runs on the CPU's cores,
+    "torch" where `weights` live; both find the same optimum, and codes differ only where two cuts
+    are equal to within rounding (1e-9 of the row's error).
 
     Raises ValueError for NaN or Inf, a magnitude beyond the table dtype, negative importance,
     shapes that do not fit, and bad levels.
@@ -65,11 +67,11 @@ def quantize_rows(
     levels = tuple(levels)
     _check_levels(levels)
     w = torch.as_tensor(weights)
-    h = _check_inputs(w, importance, TORCH_DTYPE[table_dtype])
-    fit_h = _fitting_importance(h)
-    if backend == "numba":
-        return _quantize_numba(w, h, fit_h, levels, TORCH_DTYPE[table_dtype])
-    return _quantize_torch(w, h, fit_h, levels, TORCH_DTYPE[table_dtype])
+    _check_weights(w, TORCH_DTYPE[table_dtype])
+    h = _check_importance(w, importance)
+    measured = h if measure is None else _check_importance(w, measure)
+    run = _quantize_numba if backend == "numba" else _quantize_torch
+    return run(w, measured, _fitting_importance(h), levels, TORCH_DTYPE[table_dtype])
 
 
 def _check_levels(levels: tuple[int, ...]) -> None:
@@ -79,15 +81,18 @@ def _check_levels(levels: tuple[int, ...]) -> None:
         raise ValueError(f"levels {levels} are not within {MIN_BITS}..{MAX_BITS}")
 
 
-def _check_inputs(
-    w: torch.Tensor, importance: npt.NDArray[np.floating] | torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Importance as float64 [1 or N, K] on the device of `w`; all-zero rows become ones."""
+def _check_weights(w: torch.Tensor, dtype: torch.dtype) -> None:
     if w.ndim != 2 or w.dtype != torch.float32 or 0 in w.shape:
         raise ValueError(f"weights must be float32 [N, K], not {w.dtype} {tuple(w.shape)}")
     largest = float(w.abs().max())  # NaN and Inf both fail the comparison
     if not largest <= torch.finfo(dtype).max:
         raise ValueError(f"a weight of {largest} has no finite {dtype} centroid")
+
+
+def _check_importance(
+    w: torch.Tensor, importance: npt.NDArray[np.floating] | torch.Tensor | None
+) -> torch.Tensor:
+    """Importance as float64 [1 or N, K] on the device of `w`; all-zero rows become ones."""
     if importance is None:
         return w.new_ones((1, w.shape[1]), dtype=torch.float64)
     h = torch.as_tensor(importance).to(w.device, torch.float64)
