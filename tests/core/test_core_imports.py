@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,14 @@ def test_core_imports_nothing_heavy() -> None:
     )
     assert "pagedweight.core.planner.step" in modules
     program = f"""
-import importlib, sys
+import importlib, json, sys
 for name in {modules!r}:
     importlib.import_module(name)
-print(sorted({{name.split(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)))
+names = {{name.split(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)
+print(json.dumps(sorted(names)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    outside = {name for name in eval(done.stdout) if not name.startswith("_")}
+    outside = {name for name in json.loads(done.stdout) if not name.startswith("_")}
     assert outside & {"torch", "vllm", "numba", "transformers", "safetensors"} == set()
     assert {"numpy", "pagedweight"} <= outside

@@ -1,4 +1,4 @@
-"""Traces: replay to identical plans, what a crash leaves, bit traces."""
+"""Traces: replay to identical plans, what a crash leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from planner_world import pressure, world
 
-from pagedweight.core.bit_trace import BitTrace, BitTraceRecorder
 from pagedweight.core.observation import Observation, RequestSignals, merge_signals
 from pagedweight.core.page_table import WeightPageTable
 from pagedweight.core.planner import Planner, TableState
@@ -93,33 +92,3 @@ def test_what_is_not_a_trace_is_refused(tmp_path: Path, text: str, told: str) ->
         Trace.load(tmp_path / "bad.jsonl")
     with pytest.raises(UserError, match="cannot read"):
         Trace.load(tmp_path / "absent.jsonl")
-
-
-def test_bit_trace_round_trip(tmp_path: Path) -> None:
-    recorder = BitTraceRecorder([6, 6, 6])
-    recorder.record(2, [0, 1], [5, 4])
-    recorder.record(2, [0], 3)
-    recorder.record(7, [2], [2])
-    recorder.record(9, [], [])
-    recorder.trace().save(tmp_path / "bits.npz")
-    trace = BitTrace.load(tmp_path / "bits.npz")
-    assert [trace.at(step).tolist() for step in (1, 2, 6, 7)] == [
-        [6, 6, 6],
-        [3, 4, 6],
-        [3, 4, 6],
-        [3, 4, 2],
-    ]
-    rows, bits = trace.changes(2)
-    assert (rows.tolist(), bits.tolist()) == ([0, 1, 0], [5, 4, 3])
-    assert trace.changes(3)[0].size == 0
-    with pytest.raises(ValueError, match="step 1 after step 7"):
-        recorder.record(1, [0], [3])
-
-
-def test_bad_bit_traces_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "bad.npz").write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match="cannot read bit trace"):
-        BitTrace.load(tmp_path / "bad.npz")
-    np.savez(tmp_path / "new.npz", version=np.int64(9))
-    with pytest.raises(UserError, match="version 9"):
-        BitTrace.load(tmp_path / "new.npz")
