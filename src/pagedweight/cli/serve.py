@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": False}}
+_ELASTIC = "Elastic precision"
 
 
 def command(
@@ -19,6 +20,43 @@ def command(
     plan: Annotated[
         Path | None, typer.Option(help="Plan file with the bits of each linear block.")
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for routed experts and KV cache together, for example 24GiB. Precision "
+            "gives way to KV and returns; with --bits or --plan it stays as it is.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Policy file.", rich_help_panel=_ELASTIC)
+    ] = None,
+    freeze: Annotated[
+        bool,
+        typer.Option(
+            "--freeze", help="Keep the bits of the start (repeatable).", rich_help_panel=_ELASTIC
+        ),
+    ] = False,
+    prefix_policy: Annotated[
+        str,
+        typer.Option(
+            help="keep or reset cached prefixes whose KV was computed at other bits.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = "keep",
+    page_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of a memory page.", rich_help_panel=_ELASTIC)
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write a line for every step to this file.", rich_help_panel=_ELASTIC),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record observations, plans and bits into this folder.", rich_help_panel=_ELASTIC
+        ),
+    ] = None,
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Print the vLLM command instead of running it.")
     ] = False,
@@ -28,11 +66,25 @@ def command(
     import shlex
 
     from pagedweight.serving.launch import vllm_command
-    from pagedweight.serving.options import ServeOptions
+    from pagedweight.serving.options import ServeOptions, parse_bytes
 
-    options = ServeOptions(bits=bits, plan=str(plan.resolve()) if plan else None)
+    options = ServeOptions(
+        bits=bits,
+        plan=_absolute(plan),
+        memory=None if memory is None else parse_bytes(memory),
+        page_bytes=page_bytes,
+        policy=_absolute(policy),
+        freeze=freeze,
+        prefix_policy=prefix_policy,
+        timeline=_absolute(timeline),
+        trace=_absolute(trace),
+    )
     argv = vllm_command(path, options, context.args)
     if print_command:
         print(shlex.join(argv))
         return
     os.execv(argv[0], argv)
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.resolve())

@@ -18,8 +18,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from pagedweight.errors import UserError
 from pagedweight.serving.moe_op import register_layer
+from pagedweight.serving.parts import Part
 from pagedweight.serving.plugin import announce
-from pagedweight.serving.store import Part, expert_store
+from pagedweight.serving.store import expert_store
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagedweight.serving.store import LayerState
+from pagedweight.serving.state import LayerState
 
 _LAYERS: list[LayerState] = []
 

@@ -8,26 +8,85 @@ from typing import Any
 from pagedweight.errors import UserError
 
 KEY = "pagedweight"
+PREFIX_POLICIES = ("keep", "reset")
+
+
+_UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * n for n, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as 24GiB, 512 MiB, 3e9 or 1.5GB; UserError when it is none."""
+    number = text.strip().rstrip("".join(sorted(set("".join(_UNITS))))).strip()
+    unit = text.strip()[len(number) :].strip()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError) as error:
+        known = ", ".join(sorted(filter(None, _UNITS)))
+        raise UserError(f"{text!r} is not a size; write a number and one of {known}") from error
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of the plugin; all are plain JSON values. `bits` and `plan` exclude each other.
+    """Options of the plugin; all are plain JSON values.
 
-    bits: uniform level of every linear block; None means the highest that is stored.
-    plan: path of a plan file with a level for every linear block.
+    Static precision:
+    bits:   uniform level of every linear block; None means the highest that is stored.
+    plan:   path of a plan file with a level for every linear block.
+
+    Elastic precision, when `memory` is given (with `bits` or `plan` too: static in that budget):
+    memory:        bytes for routed experts and KV cache together, on each rank.
+    page_bytes:    size of a page of the pool; None: the device's own.
+    policy:        path of a policy file; None: the defaults.
+    freeze:        no transitions: the plan of the start stays (repeatable runs).
+    prefix_policy: "keep" cached KV that was computed at other bits, or "reset" the prefix cache
+                   when bits have changed.
+    timeline:      path of a file to write a line to at every step.
+    trace:         path of a folder to record observations, plans and bits in.
+    replay:        path of a recorded bit trace to follow instead of planning.
+    poison:        fill retired memory with a pattern that shows (for tests).
     """
 
     bits: int | None = None
     plan: str | None = None
+    memory: int | None = None
+    page_bytes: int | None = None
+    policy: str | None = None
+    freeze: bool = False
+    prefix_policy: str = "keep"
+    timeline: str | None = None
+    trace: str | None = None
+    replay: str | None = None
+    poison: bool = False
 
     def __post_init__(self) -> None:
         if self.bits is not None and self.plan is not None:
             raise UserError("--bits and --plan exclude each other: give one of them")
+        if self.prefix_policy not in PREFIX_POLICIES:
+            raise UserError(
+                f"--prefix-policy is {self.prefix_policy!r}, not one of "
+                f"{', '.join(PREFIX_POLICIES)}"
+            )
+        if self.memory is None:
+            needs = ("page_bytes", "policy", "freeze", "timeline", "trace", "replay", "poison")
+            given = [f"--{name.replace('_', '-')}" for name in needs if getattr(self, name)]
+            if given:
+                raise UserError(f"{', '.join(given)} only means something together with --memory")
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether experts and KV share one budget."""
+        return self.memory is not None
+
+    @property
+    def still(self) -> bool:
+        """Whether precision stays as it is at the start."""
+        return not self.budgeted or self.freeze or self.bits is not None or self.plan is not None
 
     def additional_config(self) -> dict[str, Any]:
-        """The value for vLLM's `additional_config`: set options only."""
-        return {KEY: {name: value for name, value in asdict(self).items() if value is not None}}
+        """The value for vLLM's `additional_config`: options that differ from their defaults."""
+        defaults = asdict(ServeOptions())
+        return {KEY: {n: v for n, v in asdict(self).items() if v != defaults[n]}}
 
     @staticmethod
     def of(additional_config: Any) -> ServeOptions:

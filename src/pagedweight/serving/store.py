@@ -6,42 +6,37 @@ the device, at the bits of the plan and not one plane more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from pagedweight.checkpoint.plan import load_plan, uniform_plan
 from pagedweight.checkpoint.reader import Checkpoint
-from pagedweight.core.geometry import KINDS, LayerShape
-from pagedweight.kernels.contract import Activation, BlockTable, LayerStats, MoEKernel
+from pagedweight.core.geometry import KINDS
+from pagedweight.kernels.contract import Activation, BlockTable
 from pagedweight.serving.kernel import get_kernel
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.parts import Part, part_of
+from pagedweight.serving.plans import plan_of
+from pagedweight.serving.state import LayerState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["ExpertStore", "LayerState", "Part", "expert_store"]
+
+class ExpertStore(Protocol):
+    """Where layers get their experts from while vLLM builds the model."""
+
+    def load(
+        self, decoder_layer: int, part: Part, activation: Activation, device: torch.device
+    ) -> LayerState:
+        """This process's part of one layer; CheckpointError when the checkpoint has no such
+        layer."""
+        ...
 
 
-@dataclass
-class LayerState:
-    """What the kernel needs of one layer in this process."""
-
-    kernel: MoEKernel
-    shape: LayerShape
-    table: BlockTable
-    table_dtype: torch.dtype
-    activation: Activation
-    stats: LayerStats | None = None
-    num_tokens: torch.Tensor | None = None
-    memory: list[torch.Tensor] = field(default_factory=list)
-
-
-class ExpertStore:
+class StaticStore:
     """Static precision: every linear block at the bits of `plan` [L, E, 2] for good."""
 
     def __init__(self, checkpoint: Checkpoint, plan: np.ndarray):
@@ -96,19 +91,14 @@ class ExpertStore:
         state.table.tables[slot, kind] = centroids.data_ptr()
 
 
-def plan_of(checkpoint: Checkpoint, options: ServeOptions) -> np.ndarray:
-    """Bits int8 [L, E, 2] that the options ask for: a plan file, a level, or the highest level."""
-    if options.plan is not None:
-        return load_plan(options.plan, checkpoint)
-    return uniform_plan(
-        checkpoint, options.bits if options.bits is not None else checkpoint.bits[-1]
-    )
-
-
 @lru_cache(maxsize=4)
 def _open(path: str, options: ServeOptions) -> ExpertStore:
     checkpoint = Checkpoint.open(path)
-    return ExpertStore(checkpoint, plan_of(checkpoint, options))
+    if options.budgeted:
+        from pagedweight.serving.elastic.store import ElasticStore
+
+        return ElasticStore(checkpoint, options)
+    return StaticStore(checkpoint, plan_of(checkpoint, options))
 
 
 def expert_store(config: VllmConfig) -> ExpertStore:

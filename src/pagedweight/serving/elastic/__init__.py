@@ -1,0 +1,1 @@
+"""Precision that follows KV pressure inside vLLM: budget, scheduler, worker, block parking."""

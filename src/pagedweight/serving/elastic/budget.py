@@ -1,0 +1,165 @@
+"""How a rank's memory budget is divided: weights at start, KV at start, KV reachable.
+
+    |<------------------------ pages of the budget ------------------------->|
+    | weights at the initial plan          | KV at start  | reserve |          start
+    | weights at the floor | KV reachable                 | reserve |          under pressure
+
+Worker and scheduler compute it from the same inputs and so agree without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedweight.checkpoint.reader import Checkpoint
+from pagedweight.core.calibration import Calibration
+from pagedweight.core.planner import PlanContext, initial_plan
+from pagedweight.core.policy import Policy
+from pagedweight.core.policy_file import load_policy
+from pagedweight.core.size_class import SizeClassPages, SlotCounts
+from pagedweight.core.size_table import BlockIndex, SizeTable
+from pagedweight.errors import UserError
+from pagedweight.memory.host import SMALL_PAGE
+from pagedweight.memory.interface import pages_of
+from pagedweight.runtime.startup import reserve_pages
+from pagedweight.serving.options import ServeOptions
+from pagedweight.serving.plans import plan_of
+
+MOST_GRANULE_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class KVBlock:
+    """layers: parts that a block has, one a layer; layer_bytes: bytes of each part."""
+
+    layers: int
+    layer_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """B_KV: bytes of one block over all layers."""
+        return self.layers * self.layer_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """Everything in pages of `page_bytes`, blocks of `block`, granules of `granule_blocks`.
+
+    bits: int32 [rows], the initial plan. usable_granules: backed at start. reachable_blocks: blocks
+    that vLLM is told of, the null block among them, whole granules.
+    """
+
+    page_bytes: int
+    pages: int
+    reserve: int
+    block: KVBlock
+    granule_blocks: int
+    bits: NDArray[np.int32]
+    weight_pages: int
+    floor_pages: int
+    usable_granules: int
+    reachable_blocks: int
+
+    @property
+    def granule_pages(self) -> int:
+        """Most pages that one granule takes: each layer's part may share its first and last."""
+        part = self.granule_blocks * self.block.layer_bytes
+        whole = part % self.page_bytes == 0
+        return self.block.layers * (pages_of(part, self.page_bytes) + (0 if whole else 1))
+
+
+def fixed_bits(checkpoint: Checkpoint, options: ServeOptions) -> NDArray[np.int32] | None:
+    """Bits [rows] that `--bits` or `--plan` ask for, None when precision is free."""
+    if options.bits is None and options.plan is None:
+        return None
+    return plan_of(checkpoint, options).astype(np.int32).ravel()
+
+
+def policy_of(options: ServeOptions) -> Policy:
+    """The policy file's policy, or the defaults."""
+    return Policy() if options.policy is None else load_policy(Path(options.policy))
+
+
+def calibration_of(checkpoint: Checkpoint) -> Calibration:
+    """Omega_off from the checkpoint's calibration file."""
+    found = checkpoint.calibration()
+    arrays = {"tokens": found.tokens, "mass": found.mass, "error": found.error, **found.residual}
+    if found.sensitivity is not None:
+        arrays["sensitivity"] = found.sensitivity
+    return Calibration.from_arrays(arrays, checkpoint.bits)
+
+
+def plan_context(checkpoint: Checkpoint, options: ServeOptions, ranks: int) -> PlanContext:
+    """The planner's inputs, with the sizes of the largest rank's part.
+
+    UserError when the expert width cannot be cut into `ranks` parts.
+    """
+    try:
+        part = checkpoint.shape.part(ranks - 1, ranks)
+    except ValueError as error:
+        raise UserError(f"tensor parallelism: {error}") from error
+    return PlanContext.of(
+        BlockIndex(len(checkpoint.moe_layers), checkpoint.shape.experts),
+        SizeTable.of(part, checkpoint.bits),
+        calibration_of(checkpoint),
+        policy_of(options),
+        options.page_bytes or SMALL_PAGE,
+    )
+
+
+def divide(
+    context: PlanContext, options: ServeOptions, block: KVBlock, fixed: NDArray[np.int32] | None
+) -> Budget:
+    """Divide `options.memory`; `fixed` [rows] are bits that stay, None lets the planner choose.
+
+    UserError, with the numbers, when the memory does not reach.
+    """
+    page, policy, sizes = context.pages.page_bytes, context.policy, context.sizes
+    assert options.memory is not None
+    pages = options.memory // page
+    reserve = reserve_pages(sizes, page)
+    granule = _granule_blocks(block, page)
+    shell = Budget(page, pages, reserve, block, granule, context.resting_bits, 0, 0, 0, granule)
+    start = -(-(policy.reload_blocks + 2) // granule)
+    floor = _floor(context) if fixed is None else fixed
+    floor_pages = _pages_at(context, floor)
+    needed = floor_pages + reserve + start * shell.granule_pages
+    if needed > pages:
+        what = "at their floor" if fixed is None else "at these bits"
+        raise UserError(
+            f"--memory {options.memory} is {pages} pages of {page} bytes; the experts {what} take "
+            f"{floor_pages}, {start * granule} KV blocks at start {start * shell.granule_pages} and "
+            f"the reserve {reserve}, {needed} in all: give at least --memory {needed * page}"
+        )
+    weights = (pages - reserve - start * shell.granule_pages) * page
+    bits = initial_plan(context, weights).bits if fixed is None else fixed
+    held = _pages_at(context, bits)
+    usable = (pages - reserve - held) // shell.granule_pages
+    reachable = usable if options.still else (pages - reserve - floor_pages) // shell.granule_pages
+    return Budget(
+        page, pages, reserve, block, granule, bits, held, floor_pages, usable, reachable * granule
+    )
+
+
+def _floor(context: PlanContext) -> NDArray[np.int32]:
+    """Bits of every row at the lowest level that any stage allows."""
+    policy = context.policy
+    stages = [s for s in policy.stages if policy.allow_emergency or not s.emergency]
+    lowest = max(context.sizes.lowest, min(min(stage.floors) for stage in stages))
+    return np.full(context.index.rows, lowest, np.int32)
+
+
+def _pages_at(context: PlanContext, bits: NDArray[np.int32]) -> int:
+    pages: SizeClassPages = context.pages
+    return pages.held_by(SlotCounts.of_bits(context.sizes, bits)) // pages.page_bytes
+
+
+def _granule_blocks(block: KVBlock, page: int) -> int:
+    """Blocks whose part of a layer is whole pages, if that is not too many."""
+    whole = page // math.gcd(page, block.layer_bytes)
+    return whole if whole <= MOST_GRANULE_BLOCKS else pages_of(page, block.layer_bytes)

@@ -1,0 +1,62 @@
+"""KV blocks without memory, kept outside vLLM's free queue.
+
+vLLM is told of every block that could ever be backed. A parked block is in no queue and has no
+hash, so nobody can be given it; `num_gpu_blocks` of the pool counts the others, which makes usage
+and the prefix cache's reset see what is backed.
+Tested with vLLM 0.26 and 0.32. Relies on: BlockPool.{blocks, free_block_queue, null_block,
+num_gpu_blocks, evict_blocks}, FreeKVCacheBlockQueue.{remove, append_n}, KVCacheBlock.{ref_cnt,
+block_hash}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+
+class ParkedBlocks:
+    """`runtime.granules.BlockParking` over a vLLM block pool."""
+
+    def __init__(self, pool: BlockPool, granule_blocks: int, usable: Iterable[int]) -> None:
+        """Park every granule that is not in `usable`. Granule 0 holds the null block."""
+        self._pool = pool
+        self._granule_blocks = granule_blocks
+        self._total = len(pool.blocks)
+        granules = range(-(-self._total // granule_blocks))
+        for granule in sorted(set(granules) - set(usable)):
+            if not self.park(granule):
+                raise AssertionError(f"blocks of granule {granule} are in use at start")
+
+    def _blocks(self, granule: int) -> list:
+        first = granule * self._granule_blocks
+        return self._pool.blocks[first : first + self._granule_blocks]
+
+    def park(self, granule: int) -> bool:
+        """Take a granule's blocks out of circulation; False when one is in use (or is the null
+        block), and then nothing changed."""
+        blocks = self._blocks(granule)
+        if any(block.is_null or block.ref_cnt for block in blocks):
+            return False
+        self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash})
+        for block in blocks:
+            self._pool.free_block_queue.remove(block)
+        self._pool.num_gpu_blocks -= len(blocks)
+        return True
+
+    def unpark(self, granule: int) -> None:
+        """Hand a granule's blocks back to the free queue."""
+        blocks = self._blocks(granule)
+        self._pool.num_gpu_blocks += len(blocks)
+        self._pool.free_block_queue.append_n(blocks)
+
+    @property
+    def free_blocks(self) -> int:
+        """F_blk: backed blocks that no request holds, the null block not among them."""
+        return self._pool.get_num_free_blocks()
+
+    def forget_prefixes(self) -> None:
+        """Drop every cached prefix: what was computed at other bits is never reused."""
+        self._pool.evict_blocks({b.block_id for b in self._pool.blocks if b.block_hash})
