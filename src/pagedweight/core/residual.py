@@ -121,9 +121,10 @@ def predict_residual(heads: ResidualHeads, phi: Float32) -> Float32:
 def prompt_factor(rho: Float32, confidence: Float32, clip: Float32, alpha: float) -> Float32:
     """Eq. 6: eta, float32 [T, rows]. rho: [T, rows]; confidence: [2, T]; clip: [2, T, 2]."""
     out = np.empty_like(rho)
-    for kind in range(len(KINDS)):
-        part = slice(kind, None, len(KINDS))
-        low, high = clip[kind, :, 0, None], clip[kind, :, 1, None]
-        bounded = np.minimum(np.maximum(rho[:, part], low), high)
-        out[:, part] = np.exp(bounded * (np.float32(alpha) * confidence[kind])[:, None])
-    return out
+    scale = np.float32(alpha) * confidence
+    for kind, step in np.ndindex(scale.shape):
+        of_kind = slice(kind, None, len(KINDS))
+        part = np.minimum(rho[step, of_kind], clip[kind, step, 1], out=out[step, of_kind])
+        np.maximum(part, clip[kind, step, 0], out=part)
+        part *= scale[kind, step]
+    return np.exp(out, out=out)
