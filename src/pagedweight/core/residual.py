@@ -120,11 +120,8 @@ def predict_residual(heads: ResidualHeads, phi: Float32) -> Float32:
 
 def prompt_factor(rho: Float32, confidence: Float32, clip: Float32, alpha: float) -> Float32:
     """Eq. 6: eta, float32 [T, rows]. rho: [T, rows]; confidence: [2, T]; clip: [2, T, 2]."""
-    out = np.empty_like(rho)
-    scale = np.float32(alpha) * confidence
-    for kind, step in np.ndindex(scale.shape):
-        of_kind = slice(kind, None, len(KINDS))
-        part = np.minimum(rho[step, of_kind], clip[kind, step, 1], out=out[step, of_kind])
-        np.maximum(part, clip[kind, step, 0], out=part)
-        part *= scale[kind, step]
+    experts = rho.shape[1] // len(KINDS)
+    low, high = (np.tile(bound.T, experts) for bound in (clip[..., 0], clip[..., 1]))
+    out = np.minimum(np.maximum(rho, low), high)
+    out *= np.tile((np.float32(alpha) * confidence).T, experts)
     return np.exp(out, out=out)
