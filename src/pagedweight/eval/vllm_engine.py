@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,17 @@ def _environment() -> Iterator[None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """vLLM and its processes write to standard output; that one belongs to our result."""
+    """vLLM and its processes write to standard output; that one belongs to our result.
+
+    Both the stream of this process (vLLM's log handler keeps the one it is imported under) and the
+    descriptor that its processes inherit.
+    """
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         sys.stdout.flush()
         os.dup2(saved, 1)
