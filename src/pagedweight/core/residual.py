@@ -122,6 +122,7 @@ def prompt_factor(rho: Float32, confidence: Float32, clip: Float32, alpha: float
     """Eq. 6: eta, float32 [T, rows]. rho: [T, rows]; confidence: [2, T]; clip: [2, T, 2]."""
     experts = rho.shape[1] // len(KINDS)
     low, high = (np.tile(bound.T, experts) for bound in (clip[..., 0], clip[..., 1]))
-    out = np.minimum(np.maximum(rho, low), high)
+    out: Float32 = np.minimum(np.maximum(rho, low), high)
     out *= np.tile((np.float32(alpha) * confidence).T, experts)
-    return np.exp(out, out=out)
+    np.exp(out, out=out)
+    return out
