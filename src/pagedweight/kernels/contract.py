@@ -84,9 +84,10 @@ class MoEKernel(Protocol):
     num_tokens:   None, or an int64 [1] tensor: tokens at and beyond it are graph padding; they are
                   computed like the others but left out of `stats`.
 
-    Sums are in float32; the product of the two linear blocks is rounded to x's dtype between them
-    as the unquantized model does. The order of additions depends on nothing but the shapes: the
-    same inputs give the same bits, and what lies in padding never shows.
+    Sums are in float32; `act(gate) * up` is rounded once to x's dtype between the two linear
+    blocks, and the weighted sum over choices once at the end. The order of additions depends on
+    nothing but the shapes: the same inputs give the same bits, and what lies in padding never
+    shows.
     """
 
     def __call__(
