@@ -53,6 +53,8 @@ class Status:
     mean_bits:        committed, by weight: gate_up, down, both.
     target_bytes:     D of eq. 7, 0 without pressure.
     predicted_damage: of this step's plan, negative when it restores.
+    plan_kind, stage: of this step's plan, and the floor stage it was made under.
+    floor_hit:        the floors left less than D to give.
     """
 
     step: int
@@ -63,6 +65,8 @@ class Status:
     target_bytes: int
     predicted_damage: float
     plan_kind: str
+    stage: str
+    floor_hit: bool
     rows_waiting: int
     batches_under_way: int
     failures: int
@@ -248,6 +252,8 @@ class Controller:
             target_bytes=plan.target_bytes if pressed else 0,
             predicted_damage=plan.damage,
             plan_kind=plan.kind,
+            stage=plan.stage,
+            floor_hit=pressed and not plan.satisfied,
             rows_waiting=self._rows_waiting,
             batches_under_way=dispatch.under_way,
             failures=dispatch.failures,

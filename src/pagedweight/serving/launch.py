@@ -14,6 +14,7 @@ from typing import Any
 
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError, listing
+from pagedweight.runtime.timeline import check_writable
 from pagedweight.serving.elastic.budget import plan_context
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
@@ -39,6 +40,8 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
     check_version(vllm_version())
     checkpoint = Checkpoint.open(path)
     plan_of(checkpoint, options)
+    if options.timeline is not None:
+        check_writable(options.timeline)
     users, rest = _take(list(extra))
     config = {**users, **options.additional_config()}
     return [

@@ -23,11 +23,16 @@ def _version_of(name: str) -> str:
 
 
 def main() -> None:
-    """Run vLLM's command line on this process's arguments."""
+    """Run vLLM's command line on this process's arguments; remove the metrics folder after it."""
     importlib.metadata.version = _version_of
     from vllm.entrypoints.cli.main import main as vllm_main
 
-    vllm_main()
+    from pagedweight.serving.elastic.metrics import forget_shared_metrics
+
+    try:
+        vllm_main()
+    finally:
+        forget_shared_metrics()
 
 
 if __name__ == "__main__":
