@@ -50,11 +50,13 @@ class Blocks:
 class Engine:
     """Runs controller and ranks against a load given as blocks wanted; see `step`."""
 
-    def __init__(self, ranks=1, lag=0, pages=104, granules=24, lazy=True, bits=6, **config):
+    def __init__(
+        self, ranks=1, lag=0, pages=104, granules=24, lazy=True, bits=6, reserve=12, **config
+    ):
         tier = RandomTier(layers=2, experts=4)
         self.devices = [FakeDevice(PAGE, lazy) for _ in range(ranks)]
         self.ranks = [
-            rank_of(device, pages, bits=bits, granules=granules, tier=tier, reserve=12)
+            rank_of(device, pages, bits=bits, granules=granules, tier=tier, reserve=reserve)
             for device in self.devices
         ]
         for rank in self.ranks:
@@ -72,7 +74,7 @@ class Engine:
             GranuleLedger(2 * granules, 2, usable),
             KVShape(block_bytes=6000, granule_pages=6),
             PAGE,
-            config=DispatchConfig(rows_per_batch=8, hold_off_steps=3, **config),
+            config=DispatchConfig(**{"rows_per_batch": 8, "hold_off_steps": 3, **config}),
         )
         self.rng = np.random.default_rng(1)
         self.reports, self.lag, self.short = deque(), lag, 0

@@ -248,3 +248,16 @@ def test_an_empty_plan_is_understood_by_a_rank_without_kv():
     engine.ranks[0].worker.kv = None
     engine.ranks[0].worker.apply(StepPlan(1, grow=(1,), shrink=(2,)))
     assert engine.ranks[0].worker.report().backed == 0
+
+
+def test_a_lowering_needs_no_more_than_the_reserve_when_nothing_else_is_free():
+    """Its tables come in first: a batch that is too large for that would fail and be tried again
+    smaller and later, while requests are preempted."""
+    engine = Engine(lazy=False, at_once=True, reserve=4, lowering_pages=4, rows_per_batch=16)
+    rank = engine.ranks[0].worker
+    assert rank.report().free_pages < 6, "KV took what fits at start"
+    run(engine, [40])
+    assert engine.bits()[0] == engine.controller.table.desired_bits.tolist()
+    assert sum(engine.bits()[0]) < 6 * 16
+    assert rank.counters.rolled_back == rank.counters.aborted_batches == 0
+    assert not any(s.stage is Stage.FAILED for s in rank.mover.statuses())

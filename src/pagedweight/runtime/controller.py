@@ -168,7 +168,7 @@ class Controller:
             dispatch.stay()
         plan = self._plan(kv)
         abort, commit = dispatch.aborts(), dispatch.commits()
-        lowers = dispatch.lowers(step)
+        lowers = dispatch.lowers(step, self.free_pages)
         raises = () if pressed else self._raises(kv, parking)
         grow = self._wishes(kv, pressed)
         if self._config.at_once:

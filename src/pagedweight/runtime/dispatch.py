@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagedweight.core.geometry import KINDS
 from pagedweight.core.page_table import BitsArray, Moving, WeightPageTable
 from pagedweight.core.size_class import SizeClassPages, SlotCounts
 from pagedweight.core.size_table import IntArray
@@ -21,11 +22,15 @@ from pagedweight.runtime.messages import Batch, BatchStatus, Stage
 @dataclass(frozen=True)
 class DispatchConfig:
     """rows_per_batch: most rows in one batch. hold_off_steps: steps before trying again after a
-    batch failed. at_once: lower in one plan, waiting in order for the tables; one rank only."""
+    batch failed. at_once: lower in one plan, waiting in order for the tables; for one rank whose
+    memory comes back at once (the host backend).
+    lowering_pages: the pool's reserve, which the tables of a lowering batch must fit in (with what
+    is free besides); None: no limit."""
 
     rows_per_batch: int = 256
     hold_off_steps: int = 8
     at_once: bool = False
+    lowering_pages: int | None = None
 
 
 @dataclass
@@ -144,9 +149,46 @@ class Dispatcher:
             self._open[number].commit_sent = True
         return tuple(ready)
 
-    def lowers(self, step: int) -> tuple[Batch, ...]:
-        """Batches for all rows that should be lower and are free to move."""
-        return self._batches(self._waiting(lowers=True), True, step)
+    def lowers(self, step: int, free_pages: int = 0) -> tuple[Batch, ...]:
+        """Batches for rows that should be lower and are free to move.
+
+        A batch's tables come in before its planes leave, so each fits in the reserve and what is
+        free. At once, one batch after another uses what the one before gave back, and all rows go;
+        else the next batch waits for that.
+        """
+        rows, most = self._waiting(lowers=True), self._limit[True]
+        if step < self._not_before[True] or not len(rows):
+            return ()
+        if self._config.lowering_pages is None:
+            return self._batches(rows, True, step)
+        pages, batches = self._config.lowering_pages + free_pages, []
+        slots = self.table.slots().flat()
+        while len(rows):
+            count, after = self._fitting(rows[:most], slots, pages)
+            batches.append(self._open_batch(rows[:count], True))
+            pages += self._held(slots) - self._held(after)
+            rows, slots = rows[count:], after
+            if not self._config.at_once:
+                break
+        return tuple(batches)
+
+    def _fitting(self, rows: IntArray, slots: IntArray, pages: int) -> tuple[int, IntArray]:
+        """How many of `rows`, one at least, have tables that fit in `pages`, and the slots
+        [classes] in every arena once they are lower."""
+        kinds, levels = len(KINDS), len(self.table.sizes.levels)
+        while True:
+            old, new = self.table.committed_bits[rows], self.table.desired_bits[rows]
+            kind = rows % kinds
+            first = kinds + kind * levels - self.table.sizes.lowest
+            coming = slots + np.bincount(first + new, minlength=len(slots))
+            if len(rows) == 1 or self._held(coming) - self._held(slots) <= pages:
+                gone = np.bincount(first + old, minlength=len(slots))
+                gone[:kinds] += np.bincount(kind, old - new, minlength=kinds).astype(np.int64)
+                return len(rows), coming - gone
+            rows = rows[: len(rows) // 2]
+
+    def _held(self, slots: IntArray) -> int:
+        return int(self._pages.held(slots)) // self._pages.page_bytes
 
     def raises(self, step: int, pages: int) -> tuple[tuple[Batch, ...], int]:
         """Batches of rows that should be higher, for at most `pages` pages, and what they take.
@@ -175,19 +217,19 @@ class Dispatcher:
     def _batches(self, rows: IntArray, lowers: bool, step: int) -> tuple[Batch, ...]:
         if step < self._not_before[lowers] or not len(rows):
             return ()
-        size, begin = self._limit[lowers], self._begin(lowers)
+        size = self._limit[lowers]
         held_off = size < self._config.rows_per_batch
         parts = np.array_split(rows, -(-len(rows) // size))
-        batches = []
-        for part in parts[:1] if held_off else parts:
-            bits = self.table.desired_bits[part]
-            batch = Batch(self._next, lowers, tuple(part.tolist()), tuple(bits.tolist()))
-            self._next += 1
-            self._open[batch.number] = _Open(
-                batch, begin(part, bits), commit_sent=lowers and self._config.at_once
-            )
-            batches.append(batch)
-        return tuple(batches)
+        return tuple(self._open_batch(part, lowers) for part in (parts[:1] if held_off else parts))
+
+    def _open_batch(self, rows: IntArray, lowers: bool) -> Batch:
+        bits = self.table.desired_bits[rows]
+        batch = Batch(self._next, lowers, tuple(rows.tolist()), tuple(bits.tolist()))
+        self._next += 1
+        self._open[batch.number] = _Open(
+            batch, self._begin(lowers)(rows, bits), commit_sent=lowers and self._config.at_once
+        )
+        return batch
 
     def _begin(self, lowers: bool) -> Callable[[IntArray, BitsArray], IntArray]:
         return self.table.begin_lower if lowers else self.table.begin_reload

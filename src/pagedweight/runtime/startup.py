@@ -22,14 +22,17 @@ from pagedweight.runtime.mover import Mover
 from pagedweight.runtime.weights import WeightMemory
 from pagedweight.runtime.worker import MemoryWorker
 
+RESERVED_ROWS = 32
+"""Rows of each kind that can be lowered together when nothing else is free."""
+
 
 def reserve_pages(sizes: SizeTable, page_bytes: int) -> int:
-    """Pages to keep for lowering: room in every table arena that a row can be lowered into.
-
-    One table and one page that it begins on, by kind and level; the top level is never a target.
+    """Pages to keep for lowering: tables of `RESERVED_ROWS` rows of each kind at their largest
+    target (the top level is none), and the page that each table arena begins on.
     """
-    tables = sizes.table_bytes[:, :-1].ravel().tolist()
-    return sum(pages_of(nbytes, page_bytes) + 1 for nbytes in tables)
+    tables = sizes.table_bytes[:, :-1]
+    largest = tables.max(axis=1).tolist()
+    return tables.size + sum(pages_of(RESERVED_ROWS * nbytes, page_bytes) for nbytes in largest)
 
 
 def open_rank(
@@ -39,13 +42,15 @@ def open_rank(
     budget_bytes: int,
     torch_device: torch.device | str = "cpu",
     poison: bool = False,
+    still: bool = False,
 ) -> MemoryWorker:
     """Create the pool of a rank, load its experts at `bits` [rows]; KV is attached later.
 
-    budget_bytes is for experts and KV together. Set `worker.kv` once the KV layout is known.
+    budget_bytes is for experts and KV together; `still`: bits will not change, so nothing is kept
+    back for lowering. Set `worker.kv` once the KV layout is known.
     UserError with the numbers when the budget or the machine is too small.
     """
-    reserve = reserve_pages(tier.sizes, device.page_bytes)
+    reserve = 0 if still else reserve_pages(tier.sizes, device.page_bytes)
     pages = budget_bytes // device.page_bytes
     if pages <= reserve:
         raise UserError(

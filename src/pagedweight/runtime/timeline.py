@@ -214,7 +214,10 @@ class LineReader:
             raise UserError(f"cannot read timeline {path}: {fault.strerror}") from None
         self.cut = ""
         self._number = 0
-        first = next(self._lines(), None)
+        try:
+            first = next(self._lines(), None)
+        except UserError:
+            first = None
         if not isinstance(first, dict):
             raise UserError(f"{path} is not a timeline: it has no header line")
         self.header = Header.from_json(first, self.name)

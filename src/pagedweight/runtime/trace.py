@@ -21,6 +21,26 @@ Changes = tuple[tuple[int, ...], tuple[int, ...]]
 """(rows, bits)."""
 
 
+def _line(step: int, rows: NDArray[np.int64], bits: NDArray[np.int32]) -> str:
+    return json.dumps({"step": step, "rows": rows.tolist(), "bits": bits.tolist()}) + "\n"
+
+
+class BitTraceFile:
+    """A trace that is written while it happens, a line at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("w", buffering=1)  # noqa: SIM115 until close
+
+    def record(self, step: int, before: NDArray[np.int32], after: NDArray[np.int32]) -> None:
+        """Note what differs between the bits before and after entry to `step`."""
+        rows = np.flatnonzero(before != after)
+        if rows.size:
+            self._file.write(_line(step, rows, after[rows]))
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class BitTrace:
     """Changes of committed bits by step number."""
 

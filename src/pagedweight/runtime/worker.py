@@ -47,10 +47,10 @@ class MemoryWorker:
         self._reclaim()
         for batch in plan.prepare:
             mover.prepare(batch)
-        if at_once:
-            mover.settle(at_once)
-            mover.commit(at_once)
-            self._reclaim()
+            if batch.number in at_once:  # the next batch may need what this one gives back
+                mover.settle({batch.number})
+                mover.commit({batch.number})
+                self._reclaim()
         self._grow(plan.grow)
 
     def report(self, signals: Signals | None = None) -> WorkerReport:
