@@ -180,8 +180,9 @@ class Recorder:
     def _what_counts(self) -> tuple[float, ...]:
         """A change of these is written at once."""
         control, counters = self._control, self._control.controller.counters
+        table, status = control.controller.table, self._status
         return (
-            *(self._status.mean_bits if self._status else ()),
+            *(status.mean_bits if status else table.mean_bits()),
             control.controller.granules.usable_blocks,
             control.preemptions,
             counters.get("rolled_back", 0),
