@@ -65,6 +65,7 @@ def command(
     import os
     import shlex
 
+    from pagedweight.serving.elastic.metrics import share_metrics
     from pagedweight.serving.launch import vllm_command
     from pagedweight.serving.options import ServeOptions, parse_bytes
 
@@ -83,7 +84,8 @@ def command(
     if print_command:
         print(shlex.join(argv))
         return
-    os.execv(argv[0], argv)
+    environment = share_metrics(os.environ) if options.budgeted else dict(os.environ)
+    os.execve(argv[0], argv, environment)
 
 
 def _absolute(path: Path | None) -> str | None:

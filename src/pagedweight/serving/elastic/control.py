@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from pagedweight.checkpoint.reader import Checkpoint
@@ -20,6 +21,7 @@ from pagedweight.serving.elastic.budget import (
     plan_context,
 )
 from pagedweight.serving.elastic.parking import ParkedBlocks
+from pagedweight.serving.elastic.record import Recorder, header_of, sinks_of
 from pagedweight.serving.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -36,15 +38,20 @@ class Control:
         block: KVBlock,
         pool: BlockPool,
         ranks: int,
+        block_tokens: int,
+        engine: int = 0,
     ) -> None:
-        context = plan_context(checkpoint, options, ranks)
+        """`engine`: number of this engine among data-parallel ones, for what is recorded."""
+        self.context = context = plan_context(checkpoint, options, ranks)
         self.options = options
+        self.ranks = ranks
         self.budget: Budget = divide(context, options, block, fixed_bits(checkpoint, options))
         usable = range(self.budget.usable_granules)
         self.parking = ParkedBlocks(pool, self.budget.granule_blocks, usable)
+        self.planner = Planner(context)
         self.controller = Controller(
             WeightPageTable(context.index, context.sizes, self.budget.bits),
-            Planner(context),
+            self.planner,
             context.policy,
             GranuleLedger(len(pool.blocks), self.budget.granule_blocks, usable),
             KVShape(block.nbytes, self.budget.granule_pages),
@@ -53,9 +60,12 @@ class Control:
             DispatchConfig(at_once=ranks == 1),
         )
         self.preemptions = 0
+        header = header_of(self, checkpoint, block_tokens, engine, time.time())
+        self.recorder = Recorder(self, sinks_of(header, options.timeline))
 
     def plan(self, demand: BlockDemand, running: int, waiting: int) -> StepPlan | None:
         """The plan for the step that is scheduled next; None when precision is frozen."""
+        self.recorder.begin(demand, running, waiting)
         if self.options.still:
             return None
         plan = self.controller.step(demand, self.parking)
@@ -65,6 +75,7 @@ class Control:
 
     def scheduled(self, tokens: int) -> None:
         """vLLM has scheduled `tokens` tokens for the step."""
+        self.recorder.scheduled(tokens)
 
     def hear(self, report: WorkerReport) -> None:
         """A report of the ranks came back."""
@@ -83,3 +94,4 @@ class Control:
 
     def close(self) -> None:
         """The engine ends."""
+        self.recorder.close()

@@ -44,6 +44,8 @@ class _Elastic:
             kv_block(self.kv_cache_config),
             self.kv_cache_manager.block_pool,
             config.parallel_config.tensor_parallel_size,
+            self.block_size,
+            config.parallel_config.data_parallel_index,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +67,20 @@ class _Elastic:
         report = getattr(model_runner_output, ATTRIBUTE, None)
         if report is not None:
             self.control.hear(report)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.control.recorder.generated(
+            sum(len(out.new_token_ids) for group in outputs.values() for out in group.outputs)
+        )
+        return outputs
 
     def has_requests(self) -> bool:
-        return super().has_requests() or self.control.wants_step(self._demand())
+        if super().has_requests():
+            return True
+        demand = self._demand()
+        if self.control.wants_step(demand):
+            return True
+        self.control.recorder.idle(demand, len(self.running), len(self.waiting))
+        return False
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
         self.control.preemptions += 1
