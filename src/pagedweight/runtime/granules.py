@@ -69,14 +69,12 @@ class GranuleLedger:
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks that have memory on every rank, without the null block."""
-        return sum(self.blocks_in(g) for g in self.having(GranuleState.USABLE))
-
-    def blocks_in(self, granule: int) -> int:
-        """Blocks of a granule that can be handed out; the last granule may be short."""
-        first = granule * self.granule_blocks
-        last = min(first + self.granule_blocks, self.total_blocks)
-        return last - max(first, 1)
+        """Blocks that have memory on every rank, without the null block; the last granule may be
+        short."""
+        usable = self.states == GranuleState.USABLE
+        beyond_last = len(usable) * self.granule_blocks - self.total_blocks
+        blocks = int(np.count_nonzero(usable)) * self.granule_blocks
+        return blocks - int(usable[0]) - int(usable[-1]) * beyond_last
 
     def wish(self, count: int, step: int) -> tuple[int, ...]:
         """Want `count` more granules in all; the ranks are asked again until they have them."""
