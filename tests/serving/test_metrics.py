@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 from prometheus_client import REGISTRY, generate_latest
 
-from pagedweight.runtime.metrics import METRICS, read_metrics
-from pagedweight.runtime.timeline import Sample
+from pagedweight.runtime.metrics import BUDGET, GAINED, INFO, METRICS, read_metrics
+from pagedweight.runtime.timeline import BudgetSplit, Header, Sample
 from pagedweight.serving.elastic.metrics import Metrics, forget_shared_metrics, share_metrics
 from timelines import FIRST, HEADER, burst
 
@@ -20,6 +21,14 @@ def test_every_field_of_a_sample_is_one_metric():
     assert sorted(named) == sorted({f.name for f in fields(Sample)} - NOT_METRICS)
     assert all(metric.help.endswith(".") for metric in METRICS)
     assert all(bool(metric.label) == ("" not in metric.parts) for metric in METRICS)
+
+
+def test_every_metric_and_field_is_in_the_manual():
+    text = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    names = {m.name for m in (*METRICS, GAINED)} | {INFO, BUDGET}
+    names |= {f.name for kind in (Sample, Header, BudgetSplit) for f in fields(kind)}
+    names |= {value for metric in METRICS for value in metric.parts if value}
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
 
 
 def test_what_is_written_is_read():
