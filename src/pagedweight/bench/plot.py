@@ -6,6 +6,7 @@ Several timelines stand beside each other on the same axes. Colours are those of
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,7 +268,8 @@ def _head(axis: Axes, one: Series) -> None:
         f"{preempted} preemption{'s' * (preempted != 1)}",
         f"{one.total('tokens_generated') / seconds:,.0f} tokens/s over {seconds:.1f} s",
     )
-    axis.set_title(one.label, fontsize=12, fontweight="bold", loc="left", color=INK, pad=24)
+    label = textwrap.shorten(one.label, 56, placeholder="...")
+    axis.set_title(label, fontsize=12, fontweight="bold", loc="left", color=INK, pad=24)
     axis.text(0, 1.03, "  ·  ".join(parts), transform=axis.transAxes, fontsize=10, color=INK)
 
 
