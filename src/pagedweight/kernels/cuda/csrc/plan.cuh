@@ -1,0 +1,139 @@
+// From routed tokens to a list of work, the same in every thread block.
+#pragma once
+#include "dtype.cuh"
+
+// One launch, for tokens from first_token of the call on, as the launcher fills it (launch.py has the same fields in the same order).
+struct Params {
+  const u16* x;               // [tokens, x_stride]
+  const float* weights;       // [tokens, top_k]
+  const void* ids;            // [tokens, top_k] int32 or int64
+  const int* bits;            // BlockTable
+  const u64* planes;
+  const u64* tables;
+  u16* out;                   // [tokens, hidden]
+  float* mass;                // LayerStats, or null
+  float* seen;
+  float* features;
+  const long long* num_tokens;  // or null
+  u32* counters;              // Counters, zero between launches
+  u16* middle;                // [tokens * top_k, middle_stride]: act(gate) * up
+  float* parts;               // [tokens * top_k, hidden]: down's output, unweighted
+  int* plan;                  // of prefill (prefill.cu)
+  int first_token, tokens, top_k, experts, hidden, intermediate, x_stride, middle_stride;
+  int activation, ids_are_64, pairs_at;  // pairs_at: bytes from the plan's blocks to its pairs
+  int log_group[2];                      // log2 of the warps that share a unit, by phase
+};
+
+// Shared by the thread blocks of a launch; the last one leaves zeros.
+struct Counters {
+  u32 claimed[2], finished, left;  // claimed: units, by phase
+  u32 ready[1];  // by block of tokens: units of gate_up finished
+};
+
+const int NOBODY = 0xFFFF;
+const int BLOCK_TOKENS = 8;  // the n of a tensor-core product
+
+// At most 8 routed tokens of one expert: pairs[first .. first + count).
+struct Block {
+  u32 packed;
+  PW_INLINE static Block of(u32 expert, u32 first, u32 count) {
+    return {expert << 20 | count << 16 | first};
+  }
+  PW_INLINE int expert() const { return packed >> 20; }
+  PW_INLINE int count() const { return packed >> 16 & 15; }
+  PW_INLINE int first() const { return packed & 0xFFFF; }
+};
+
+struct Plan {
+  u16* pairs;     // token * top_k + choice, sorted by expert, then ascending
+  Block* blocks;  // ascending by expert
+  int* block_count;
+};
+
+PW_INLINE int local_expert(const Params& p, int pair) {
+  const long long id = p.ids_are_64 ? ((const long long*)p.ids)[pair] : ((const int*)p.ids)[pair];
+  return id >= 0 && id < p.experts ? (int)id : NOBODY;
+}
+
+// Rank of each pair among those of its expert, and how many there are. One warp, in order.
+PW_INLINE void rank_pairs(int pairs, const u16* id, u16* rank, u32* count, int lane) {
+  for (int base = 0; base < pairs; base += 32) {
+    const int i = base + lane;
+    const int e = i < pairs ? id[i] : NOBODY;
+    const u32 same = __match_any_sync(~0u, e);
+    const int before = __popc(same & ((1u << lane) - 1));
+    const u32 seen = e == NOBODY ? 0 : count[e];
+    if (i < pairs) rank[i] = (u16)(seen + before);
+    __syncwarp();
+    if (e != NOBODY && before == 0) count[e] = seen + __popc(same);
+    __syncwarp();
+  }
+}
+
+// First pair of each expert and its blocks of tokens. One warp.
+PW_INLINE void lay_out(const Params& p, const Plan& plan, const u32* count, u32* start, int lane) {
+  u32 total = 0;  // pairs in the high half, blocks in the low half
+  for (int base = 0; base < p.experts; base += 32) {
+    const int e = base + lane;
+    const u32 c = e < p.experts ? count[e] : 0;
+    const u32 own = c << 16 | (c + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    u32 sum = own;
+    for (int d = 1; d < 32; d *= 2) {
+      const u32 other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    const u32 at = total + sum - own;
+    if (e < p.experts) start[e] = at >> 16;
+    for (u32 b = 0; b < (own & 0xFFFF); ++b) {
+      const u32 done = b * BLOCK_TOKENS;
+      plan.blocks[(at & 0xFFFF) + b] =
+          Block::of(e, (at >> 16) + done, min(c - done, (u32)BLOCK_TOKENS));
+    }
+    total += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) *plan.block_count = total & 0xFFFF;
+}
+
+// All threads of the block. `scratch`: 4 bytes a pair and 8 an expert of shared memory.
+PW_INLINE void make_plan(const Params& p, const Plan& plan, unsigned char* scratch, int threads) {
+  const int pairs = p.tokens * p.top_k;
+  u32* count = (u32*)scratch;
+  u32* start = count + p.experts;
+  u16* id = (u16*)(start + p.experts);
+  u16* rank = id + pairs;
+  for (int e = threadIdx.x; e < p.experts; e += threads) count[e] = 0;
+  for (int i = threadIdx.x; i < pairs; i += threads) id[i] = (u16)local_expert(p, i);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    rank_pairs(pairs, id, rank, count, threadIdx.x);
+    lay_out(p, plan, count, start, threadIdx.x);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < pairs; i += threads)
+    if (id[i] != NOBODY) plan.pairs[start[id[i]] + rank[i]] = (u16)i;
+  __syncthreads();
+}
+
+PW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// A unit of work is a pair of row tiles for one block of tokens: gate i and up i, or down's 2i and
+// 2i + 1. Units are claimed in order: gate_up of every block of tokens, then down.
+struct Phase {
+  int tiles, cols, units;  // row tiles of a segment, column tiles, units of a block of tokens
+  int all_units;           // of all blocks
+  u32 reciprocal;          // ceil(2^32 / units): units are few, so the quotient is exact
+};
+PW_INLINE Phase phase_of(const Params& p, int phase, int blocks) {
+  const int gate = ceil_div(p.intermediate, 16), down = ceil_div(p.hidden, 16);
+  Phase f;
+  f.tiles = phase ? down : gate;
+  f.cols = ceil_div(phase ? p.intermediate : p.hidden, 64);
+  f.units = phase ? ceil_div(down, 2) : gate;
+  f.all_units = f.units * blocks;
+  f.reciprocal = f.units == 1 ? 0xFFFFFFFFu : 0xFFFFFFFFu / f.units + 1;
+  return f;
+}
+PW_INLINE int row_tile(const Phase& f, int phase, int unit, int r) {
+  if (phase == 0) return r * f.tiles + unit;
+  return min(2 * unit + r, f.tiles - 1);  // an odd last one is done twice, written once
+}

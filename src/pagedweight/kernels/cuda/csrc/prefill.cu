@@ -1,0 +1,322 @@
+// Fused MoE for many tokens an expert: the same work as decode.cu with up to 128 tokens a block, so
+// that a weight is decoded once for all of them.
+//
+// A thread block takes one block of tokens and eight units (pairs of row tiles), one a warp. Column
+// tile by column tile, activations go through shared memory for all warps, planes through each
+// warp's own stream; a warp decodes two row tiles into registers and multiplies them with 16 groups
+// of 8 tokens. The plan is made by a launch of its own.
+const int WARPS = 8, THREADS = WARPS * 32;
+#include "combine.cuh"
+#include "stream.cuh"
+
+const int BLOCK_MOST = 128;  // tokens of a block
+const int GROUPS = BLOCK_MOST / 8;
+const int TILE_BYTES = BLOCK_MOST * 128;  // activations of a column tile
+
+extern __shared__ __align__(1024) unsigned char memory[];
+
+// At most 128 routed tokens of one expert, pairs[first .. first + count), and which blocks of the
+// plan are this expert's: all that read the same weights.
+struct WideBlock {
+  int expert, first, count, group_first, group_blocks;
+};
+// The plan in global memory: the count of blocks, the blocks, the pairs.
+struct WidePlan {
+  int* block_count;
+  WideBlock* blocks;
+  int* pairs;
+};
+PW_INLINE WidePlan wide_plan(const Params& p) {
+  return {p.plan, (WideBlock*)(p.plan + 4), p.plan + p.pairs_at};
+}
+
+// ---- the plan: one thread block of PLANNERS warps, each over neighbouring pairs, in order
+
+const int PLANNERS = 32;
+
+// Calls put(pair, expert, rank among the warp's pairs of that expert) for the warp's pairs, and
+// leaves its count of each expert added to `count`.
+template <class Put>
+PW_INLINE void rank_share(const Params& p, u32* count, Put put) {
+  const int pairs = p.tokens * p.top_k, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int share = ceil_div(ceil_div(pairs, PLANNERS), 32) * 32;
+  for (int base = warp * share; base < min(pairs, (warp + 1) * share); base += 32) {
+    const int i = base + lane, e = i < pairs ? local_expert(p, i) : NOBODY;
+    const u32 same = __match_any_sync(~0u, e);
+    const int before = __popc(same & ((1u << lane) - 1));
+    if (e != NOBODY) put(i, e, count[e] + before);
+    __syncwarp();
+    if (e != NOBODY && before == 0) count[e] += __popc(same);
+    __syncwarp();
+  }
+}
+
+// Blocks of each expert: as few as can be, filled alike, in steps of 8 tokens. One warp.
+PW_INLINE void lay_out_wide(const Params& p, const WidePlan& plan, const u32* total, u32* start,
+                            int lane) {
+  int pairs = 0, blocks = 0;
+  for (int base = 0; base < p.experts; base += 32) {
+    const int e = base + lane, c = e < p.experts ? total[e] : 0;
+    const int own = ceil_div(c, BLOCK_MOST);
+    int pair_sum = c, block_sum = own;
+    for (int d = 1; d < 32; d *= 2) {
+      const int a = __shfl_up_sync(~0u, pair_sum, d), b = __shfl_up_sync(~0u, block_sum, d);
+      if (lane >= d) pair_sum += a, block_sum += b;
+    }
+    const int first = pairs + pair_sum - c, at = blocks + block_sum - own;
+    if (e < p.experts) start[e] = first;
+    const int each = own ? ceil_div(ceil_div(c, own), 8) * 8 : 0;
+    for (int b = 0; b < own; ++b)
+      plan.blocks[at + b] = {e, first + b * each, min(each, c - b * each), at, own};
+    pairs += __shfl_sync(~0u, pair_sum, 31);
+    blocks += __shfl_sync(~0u, block_sum, 31);
+  }
+  if (lane == 0) *plan.block_count = blocks;
+}
+
+extern "C" __global__ void __launch_bounds__(PLANNERS * 32, 1)
+    plan(const __grid_constant__ Params p) {
+  const WidePlan plan = wide_plan(p);
+  u32* count = (u32*)memory;  // [PLANNERS][experts], then [experts] twice
+  u32* total = count + PLANNERS * p.experts;
+  u32* start = total + p.experts;
+  for (int i = threadIdx.x; i < PLANNERS * p.experts; i += blockDim.x) count[i] = 0;
+  __syncthreads();
+  u32* mine = count + threadIdx.x / 32 * p.experts;
+  rank_share(p, mine, [](int, int, int) {});
+  __syncthreads();
+  for (int e = threadIdx.x; e < p.experts; e += blockDim.x) {
+    u32 sum = 0;
+    for (int w = 0; w < PLANNERS; ++w) {
+      const u32 own = count[w * p.experts + e];
+      count[w * p.experts + e] = sum;
+      sum += own;
+    }
+    total[e] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) lay_out_wide(p, plan, total, start, threadIdx.x);
+  __syncthreads();
+  rank_share(p, mine, [&](int pair, int e, int rank) { plan.pairs[start[e] + rank] = pair; });
+}
+
+// ---- the work
+
+// Shared memory by address, as in decode.cu, with the activations between tables and streams.
+const int WINDOW = __CUDA_ARCH__ >= 900 ? 1024 : 0;
+const int FRONT_AT = TABLES_AT - 2 * STREAM_BYTES;
+const int COLUMNS_AT = TABLES_AT + WARPS * TABLE_BYTES;
+PW_INLINE u32 stream_at(int warp) {
+  return warp < 2 ? FRONT_AT + warp * STREAM_BYTES
+                  : COLUMNS_AT + SLOTS * TILE_BYTES + (warp - 2) * STREAM_BYTES;
+}
+PW_INLINE unsigned char* memory_at(u32 address) {
+  return memory + (address - shared_address(memory));
+}
+
+struct Head {
+  Phase phase[2];
+  int row_groups[2];  // eights of units
+  int next;
+  int pairs[BLOCK_MOST];
+};
+PW_INLINE Head& head() { return *(Head*)memory; }
+
+struct Worker {
+  const Params& p;
+  const WidePlan plan;
+  const int lane, warp, blocks;
+  const u32 two_to_16;
+  Task task;
+  int block, count, groups;  // of tokens
+  bool real;                 // whether the warp's unit exists
+  Stream stream;
+  u64 rows;           // activations of the call's tokens, or act(gate) * up
+  u32 row_at[4];      // byte offsets of the rows that this thread copies, at its piece of a tile
+  float sum[2][GROUPS][4];
+
+  PW_INLINE const Phase& phase() const { return head().phase[task.phase]; }
+
+  // Item `index` of all; items of one expert's blocks that read the same weights are neighbours.
+  PW_INLINE void take(int index) {
+    const int of_gate = blocks * head().row_groups[0];
+    task.phase = index >= of_gate;
+    const int i = index - task.phase * of_gate, row_groups = head().row_groups[task.phase];
+    const WideBlock any = plan.blocks[i / row_groups];
+    const int local = i - any.group_first * row_groups;
+    block = task.block = any.group_first + local % any.group_blocks;
+    const int unit = local / any.group_blocks * WARPS + warp;
+    real = unit < phase().units;
+    task.unit = min(unit, phase().units - 1);
+    const int row = any.expert * 2 + task.phase;
+    task.row = lane == 9 ? (u64)p.bits[row] : *(lane < 8 ? p.planes + row * 8 + lane : p.tables + row);
+    const WideBlock mine = plan.blocks[block];
+    count = mine.count;
+    groups = ceil_div(count, 8);
+    __syncthreads();
+    if (threadIdx.x < BLOCK_MOST)
+      head().pairs[threadIdx.x] = plan.pairs[mine.first + min((int)threadIdx.x, count - 1)];
+    if (task.phase == 1 && threadIdx.x == 0) {
+      const u32* ready = ((Counters*)p.counters)->ready + block;
+      while (load_acquire(ready) != (u32)head().row_groups[0]) __nanosleep(100);
+    }
+    __syncthreads();
+    rows = task.phase ? (u64)p.middle : (u64)p.x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int pair = head().pairs[threadIdx.x / 8 + 32 * i];
+      const u32 row = task.phase ? pair * p.middle_stride : pair / p.top_k * p.x_stride;
+      row_at[i] = row * 2 + threadIdx.x % 8 * 16;
+    }
+  }
+
+  // Ask for a column tile: this warp's planes and this thread's part of the activations. Pieces of
+  // odd rows change places in pairs, so that reading eight lanes' pieces meets no bank twice.
+  PW_INLINE void ask(int tile) {
+    if (tile < phase().cols) {
+      const u32 to = stream_at(warp) + tile % SLOTS * SLOT_BYTES + lane * 16;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (i < stream.copies) copy16(to + i * 512, stream.base[i] + tile * 128);
+      const int row = threadIdx.x / 8;
+      const u32 at = COLUMNS_AT + tile % SLOTS * TILE_BYTES + row * 128 +
+                     (threadIdx.x % 8 ^ (row & 1)) * 16;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (i * 4 < groups) copy16(at + i * 4096, rows + row_at[i] + tile * 128);
+    }
+    copies_commit();
+  }
+
+  template <int BITS>
+  PW_INLINE void multiply() {
+    u64 in_global[2] = {centroids_of(task, phase(), 0, BITS), centroids_of(task, phase(), 1, BITS)};
+    Lookup<BITS, 2> lookup;
+    lookup.fill(memory_at(stream_at(warp)), in_global, warp, lane, two_to_16);
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[r][n][i] = 0;
+    ask(0);
+    ask(1);
+    const int row = lane / 4, piece = (lane & 3) * 2;
+    const u32 near_at = row * 128 + (piece ^ (row & 1)) * 16;
+    const u32 far_at = row * 128 + (piece + 1 ^ (row & 1)) * 16;
+#pragma unroll 1
+    for (int c = 0; c < phase().cols; ++c) {
+      copies_wait<1>();
+      __syncthreads();
+      ask(c + 2);
+      const unsigned char* at = memory_at(stream_at(warp) + c % SLOTS * SLOT_BYTES + lane * 4);
+      u32 a[2][4][4];
+      fragments<BITS, 0>(at, lookup, a[0]);
+      fragments<BITS, 1>(at, lookup, a[1]);
+      const unsigned char* x = memory_at(COLUMNS_AT + c % SLOTS * TILE_BYTES);
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
+        if (n >= groups) break;
+        const uint4 near = *(const uint4*)(x + n * 1024 + near_at);
+        const uint4 far = *(const uint4*)(x + n * 1024 + far_at);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          multiply16816(sum[r][n], a[r][0], near.x, near.y);
+          multiply16816(sum[r][n], a[r][1], far.x, far.y);
+          multiply16816(sum[r][n], a[r][2], near.z, near.w);
+          multiply16816(sum[r][n], a[r][3], far.z, far.w);
+        }
+      }
+    }
+    copies_wait<0>();
+  }
+
+  PW_INLINE void multiply_any() {
+    switch (task.bits()) {
+      case 2: return multiply<2>();
+      case 3: return multiply<3>();
+      case 4: return multiply<4>();
+      case 5: return multiply<5>();
+      case 6: return multiply<6>();
+      case 7: return multiply<7>();
+      default: return multiply<8>();
+    }
+  }
+
+  // Rows g, g + 8 for tokens 2t, 2t + 1 of every group.
+  PW_INLINE void write() const {
+    if (!real) return;
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + (i & 2) * 4, token = n * 8 + (lane & 3) * 2 + (i & 1);
+        if (token >= count) continue;
+        const u64 pair = head().pairs[token];
+        if (task.phase == 0) {
+          const int col = task.unit * 16 + row;
+          const float v = activate(sum[0][n][i], p.activation) * sum[1][n][i];
+          u16* to = p.middle + pair * p.middle_stride;
+          to[col] = col < p.intermediate ? to_act(v) : 0;
+          if (task.unit + 1 == phase().units)
+            for (int rest = col + 16; rest < p.middle_stride; rest += 16) to[rest] = 0;
+        } else {
+          const int col = task.unit * 32 + row;
+          float* to = p.parts + pair * p.hidden;
+          if (col < p.hidden) to[col] = sum[0][n][i];
+          if (col + 16 < p.hidden) to[col + 16] = sum[1][n][i];
+        }
+      }
+    }
+  }
+
+  PW_INLINE void run() {
+    Counters* c = (Counters*)p.counters;
+    const int items = blocks * (head().row_groups[0] + head().row_groups[1]);
+    for (int index = blockIdx.x; index < items;) {
+      take(index);
+      u32 claimed = 0;
+      if (threadIdx.x == 0) claimed = gridDim.x + atomicAdd(&c->claimed[0], 1u);
+      const Pieces s = begin_pass(phase(), task.phase, task.unit, task.row, 0, 0, stream_at(warp), lane);
+      copies_commit();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) stream.base[i] = s.at[i];
+      stream.copies = s.copies;
+      copies_wait<0>();
+      __syncwarp();
+      multiply_any();
+      write();
+      if (threadIdx.x == 0) head().next = claimed;
+      __syncthreads();
+      if (threadIdx.x == 0) signal_release(task.phase == 0 ? c->ready + block : &c->finished);
+      index = head().next;
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    prefill(const __grid_constant__ Params p, const u32 two_to_16) {
+  if (shared_address(memory) != WINDOW) __trap();  // addresses are laid out behind it
+  const WidePlan plan = wide_plan(p);
+  const int blocks = *plan.block_count;
+  if (threadIdx.x < 2) {
+    head().phase[threadIdx.x] = phase_of(p, threadIdx.x, blocks);
+    head().row_groups[threadIdx.x] = ceil_div(head().phase[threadIdx.x].units, WARPS);
+  }
+  __syncthreads();
+  Worker worker = {p, plan, (int)threadIdx.x % 32, (int)threadIdx.x / 32, blocks, two_to_16};
+  worker.run();
+  __syncthreads();
+  combine_after(p, blocks * head().row_groups[1]);
+  if (p.mass) {
+    Sums(&scratch)[WARPS] = *(Sums(*)[WARPS])memory_at(TABLES_AT);
+    for (int b = blockIdx.x; b < blocks; b += gridDim.x) {
+      const WideBlock first = plan.blocks[b];
+      if (first.group_first != b) continue;
+      const WideBlock last = plan.blocks[b + first.group_blocks - 1];
+      count_expert(p, plan.pairs, first.expert, first.first, last.first + last.count, scratch);
+    }
+  }
+  leave(p, blocks);
+}

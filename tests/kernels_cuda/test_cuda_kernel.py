@@ -1,0 +1,132 @@
+"""The CUDA kernel against the float64 reference, and bit for bit against itself."""
+
+import pytest
+import torch
+from cuda_calls import make_call
+
+from pagedweight.core.geometry import LayerShape
+
+pytestmark = pytest.mark.gpu
+BF16, FP16 = torch.bfloat16, torch.float16
+SMALL = LayerShape(experts=5, hidden=130, intermediate=70)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_every_precision(gpu, kernel, bits):
+    make_call(gpu, SMALL, 7, 2, low=bits, planes=bits).check(kernel)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 17, 64])
+@pytest.mark.parametrize(
+    "hidden, intermediate", [(64, 64), (130, 70), (1, 1), (200, 33), (2048, 96)]
+)
+def test_odd_widths_and_batches(gpu, kernel, tokens, hidden, intermediate):
+    shape = LayerShape(7, hidden, intermediate)
+    make_call(gpu, shape, tokens, 3, seed=tokens).check(kernel)
+
+
+@pytest.mark.parametrize("dtype, table", [(BF16, BF16), (FP16, FP16), (BF16, FP16), (FP16, BF16)])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_types_and_activations(gpu, kernel, dtype, table, activation):
+    make_call(gpu, SMALL, 9, 2, dtype, table, activation, planes=8).check(kernel)
+
+
+@pytest.mark.parametrize("tokens, top_k", [(1, 4), (5, 4), (64, 2)])
+@pytest.mark.parametrize(
+    "shape", [(4, 2048, 1408), (8, 2816, 704), (2, 4096, 4160), (5, 4160, 4096)]
+)
+def test_shapes_of_models(gpu, kernel, shape, tokens, top_k):
+    shape = LayerShape(*shape)
+    top_k = min(top_k, shape.experts)
+    make_call(gpu, shape, tokens, top_k, seed=tokens).check(kernel)
+
+
+@pytest.mark.parametrize("routing", ["zipf", "hot"])
+def test_a_hot_expert_and_experts_without_tokens(gpu, kernel, routing):
+    make_call(gpu, LayerShape(40, 128, 64), 64, 3, routing=routing).check(kernel)
+
+
+def test_top_1_on_one_expert(gpu, kernel):
+    make_call(gpu, LayerShape(3, 128, 64), 40, 1, routing="hot").check(kernel)
+
+
+def test_more_pairs_than_a_block_sorts(gpu, kernel):
+    make_call(gpu, LayerShape(16, 192, 128), 700, 4).check(kernel)
+
+
+def test_experts_of_other_ranks_add_nothing(gpu, kernel):
+    call = make_call(gpu, SMALL, 12, 3)
+    call.ids[2, 1] = -1
+    call.ids[5] = -1
+    out = call.check(kernel)
+    assert (out[5] == 0).all()
+    call.ids[:] = -7
+    assert (call.run(kernel) == 0).all()
+
+
+def test_wide_ids(gpu, kernel):
+    call = make_call(gpu, SMALL, 6, 2)
+    narrow = call.run(kernel)
+    wide = make_call(gpu, SMALL, 6, 2)
+    object.__setattr__(wide, "ids", wide.ids.to(torch.int64))
+    assert torch.equal(wide.run(kernel), narrow)
+
+
+def test_repeats_and_statistics_do_not_change_a_bit(gpu, kernel):
+    call = make_call(gpu, LayerShape(30, 256, 192), 50, 4, routing="zipf")
+    first = call.run(kernel)
+    for _ in range(20):
+        assert torch.equal(call.run(kernel), first)
+    assert torch.equal(call.run(kernel, call.stats()), first)
+
+
+def test_a_token_has_the_same_bits_in_any_small_batch(gpu, kernel):
+    call = make_call(gpu, LayerShape(6, 256, 192), 6, 2)
+    whole = call.run(kernel)
+    for token in range(6):
+        assert torch.equal(call.run(kernel, rows=slice(token, token + 1))[0], whole[token])
+
+
+@pytest.mark.parametrize("tokens, real", [(1, 1), (20, 13), (64, 0), (300, 251)])
+def test_statistics_count_real_tokens(gpu, kernel, tokens, real):
+    call = make_call(gpu, LayerShape(9, 200, 96), tokens, 3, routing="zipf")
+    call.ids[0, 1] = -1
+    got, want = call.stats(), call.stats()
+    got.features[:, :, 2] = want.features[:, :, 2] = 1e-3
+    count = torch.tensor([real], device=gpu)
+    call.check(kernel, got, count)
+    call.truth(want, count)
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.allclose(got.mass, want.mass, rtol=1e-5)
+    assert torch.allclose(got.features, want.features, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 300])
+def test_a_graph_reads_new_bits_and_new_tokens(gpu, kernel, tokens):
+    shape = LayerShape(6, 256, 192)
+    first, second = (make_call(gpu, shape, tokens, 2, seed=s) for s in (1, 2))
+    want = [c.run(kernel) for c in (first, second)]
+    out = torch.empty_like(first.x)
+    layer = first.layer
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.__class__.__mro__[1].__call__(
+            kernel,
+            first.x,
+            first.weights,
+            first.ids,
+            shape,
+            layer.table,
+            layer.table_dtype,
+            "silu",
+            out,
+        )
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(out, want[0])
+    for name in ("bits", "planes", "tables"):
+        getattr(layer.table, name).copy_(getattr(second.layer.table, name))
+    for name in ("x", "weights", "ids"):
+        getattr(first, name).copy_(getattr(second, name))
+    graph.replay()
+    assert torch.equal(out, want[1])
