@@ -49,12 +49,22 @@ def command(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write a line for every step to this file.", rich_help_panel=_ELASTIC),
+        typer.Option(
+            help="Record what happens over time in this file, for top and plot.",
+            rich_help_panel=_ELASTIC,
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             help="Record observations, plans and bits into this folder.", rich_help_panel=_ELASTIC
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Follow the bits.jsonl of a --trace folder instead of planning.",
+            rich_help_panel=_ELASTIC,
         ),
     ] = None,
     print_command: Annotated[
@@ -79,6 +89,7 @@ def command(
         prefix_policy=prefix_policy,
         timeline=_absolute(timeline),
         trace=_absolute(trace),
+        replay=_absolute(replay),
     )
     argv = vllm_command(path, options, context.args)
     if print_command:

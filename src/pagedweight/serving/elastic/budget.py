@@ -117,15 +117,16 @@ def divide(
 ) -> Budget:
     """Divide `options.memory`; `fixed` [rows] are bits that stay, None lets the planner choose.
 
+    Bits that stay need neither a reserve for lowering nor blocks for coming back: KV gets it all.
     UserError, with the numbers, when the memory does not reach.
     """
     page, policy, sizes = context.pages.page_bytes, context.policy, context.sizes
     assert options.memory is not None
     pages = options.memory // page
-    reserve = reserve_pages(sizes, page)
+    reserve = 0 if options.still else reserve_pages(sizes, page)
     granule = _granule_blocks(block, page)
     shell = Budget(page, pages, reserve, block, granule, context.resting_bits, 0, 0, 0, granule)
-    start = -(-(policy.reload_blocks + 2) // granule)
+    start = -(-(2 if options.still else policy.reload_blocks + 2) // granule)
     floor = _floor(context) if fixed is None else fixed
     floor_pages = _pages_at(context, floor)
     needed = floor_pages + reserve + start * shell.granule_pages
@@ -133,14 +134,23 @@ def divide(
         what = "at their floor" if fixed is None else "at these bits"
         raise UserError(
             f"--memory {options.memory} is {pages} pages of {page} bytes; the experts {what} take "
-            f"{floor_pages}, {start * granule} KV blocks at start {start * shell.granule_pages} and "
-            f"the reserve {reserve}, {needed} in all: give at least --memory {needed * page}"
+            f"{floor_pages}, {start * granule} KV blocks at start {start * shell.granule_pages} "
+            f"and the reserve {reserve}, {needed} in all: give at least --memory {needed * page}"
         )
     weights = (pages - reserve - start * shell.granule_pages) * page
     bits = initial_plan(context, weights).bits if fixed is None else fixed
+    # A replay moves any rows whole at any step: KV stays out of what all rows at their top would
+    # take, and of as much again as their tables.
     held = _pages_at(context, bits)
+    if options.replay:
+        tables = int(sizes.table_bytes.max(axis=1).sum()) * context.index.rows // 2
+        held = _pages_at(context, context.resting_bits) + pages_of(tables, page)
     usable = (pages - reserve - held) // shell.granule_pages
-    reachable = usable if options.still else (pages - reserve - floor_pages) // shell.granule_pages
+    reachable = (
+        usable
+        if options.still or options.replay
+        else (pages - reserve - floor_pages) // shell.granule_pages
+    )
     return Budget(
         page, pages, reserve, block, granule, bits, held, floor_pages, usable, reachable * granule
     )

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.core.page_table import WeightPageTable
-from pagedweight.core.planner import Planner
+from pagedweight.core.planner import PlanContext, Planner
 from pagedweight.runtime.controller import BlockDemand, Controller, KVShape
 from pagedweight.runtime.dispatch import DispatchConfig
 from pagedweight.runtime.granules import GranuleLedger
 from pagedweight.runtime.messages import StepPlan, WorkerReport
 from pagedweight.runtime.signals import SignalWindow
+from pagedweight.runtime.trace import BitTrace
 from pagedweight.serving.elastic.budget import (
     Budget,
     KVBlock,
@@ -22,10 +23,18 @@ from pagedweight.serving.elastic.budget import (
 )
 from pagedweight.serving.elastic.parking import ParkedBlocks
 from pagedweight.serving.elastic.record import Recorder, header_of, sinks_of
+from pagedweight.serving.elastic.tracing import Replay, TracingPlanner, trace_folder
 from pagedweight.serving.options import ServeOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+
+
+def _planner(context: PlanContext, options: ServeOptions) -> Planner | TracingPlanner:
+    planner = Planner(context)
+    if options.trace is None:
+        return planner
+    return TracingPlanner(planner, trace_folder(options.trace))
 
 
 class Control:
@@ -48,7 +57,7 @@ class Control:
         self.budget: Budget = divide(context, options, block, fixed_bits(checkpoint, options))
         usable = range(self.budget.usable_granules)
         self.parking = ParkedBlocks(pool, self.budget.granule_blocks, usable)
-        self.planner = Planner(context)
+        self.planner = _planner(context, options)
         self.controller = Controller(
             WeightPageTable(context.index, context.sizes, self.budget.bits),
             self.planner,
@@ -57,15 +66,23 @@ class Control:
             KVShape(block.nbytes, self.budget.granule_pages),
             self.budget.page_bytes,
             SignalWindow(context.calibration, checkpoint.top_k, context.policy.prior_tokens),
-            DispatchConfig(at_once=ranks == 1),
+            DispatchConfig(at_once=ranks == 1, lowering_pages=self.budget.reserve),
         )
         self.preemptions = 0
+        self._model_steps = 0
+        self._replay = (
+            None
+            if options.replay is None
+            else Replay(BitTrace.load(options.replay), self.budget.bits)
+        )
         header = header_of(self, checkpoint, block_tokens, engine, time.time())
         self.recorder = Recorder(self, sinks_of(header, options.timeline))
 
     def plan(self, demand: BlockDemand, running: int, waiting: int) -> StepPlan | None:
         """The plan for the step that is scheduled next; None when precision is frozen."""
         self.recorder.begin(demand, running, waiting)
+        if self._replay is not None:
+            return self._replay.plan(self._model_steps + 1)
         if self.options.still:
             return None
         plan = self.controller.step(demand, self.parking)
@@ -75,10 +92,13 @@ class Control:
 
     def scheduled(self, tokens: int) -> None:
         """vLLM has scheduled `tokens` tokens for the step."""
+        self._model_steps += tokens > 0
         self.recorder.scheduled(tokens)
 
     def hear(self, report: WorkerReport) -> None:
         """A report of the ranks came back."""
+        if self._replay is not None:
+            self._replay.check(report)
         before = self.controller.table.committed_bits.copy()
         self.controller.hear(report, self.parking)
         if (before != self.controller.table.committed_bits).any():
@@ -86,7 +106,9 @@ class Control:
 
     def wants_step(self, demand: BlockDemand) -> bool:
         """Whether steps must go on although no request wants them: something is under way."""
-        return not self.options.still and self.controller.wants_step(demand)
+        if self._replay is not None or self.options.still:
+            return False
+        return self.controller.wants_step(demand)
 
     def _bits_change(self) -> None:
         if self.options.prefix_policy == "reset":
@@ -95,3 +117,5 @@ class Control:
     def close(self) -> None:
         """The engine ends."""
         self.recorder.close()
+        if isinstance(self.planner, TracingPlanner):
+            self.planner.close()

@@ -85,8 +85,14 @@ class ElasticStore:
         budget = divide(context, self.options, block, fixed)
         tier = CheckpointTier(self.checkpoint, self.part.experts, self.part.rank, self.part.ranks)
         device = HostDevice(budget.page_bytes)
+        options = self.options
         self._worker = open_rank(
-            device, tier, budget.bits, self.options.memory, poison=self.options.poison
+            device,
+            tier,
+            budget.bits,
+            budget.pages * budget.page_bytes,
+            poison=options.poison,
+            still=options.still,
         )
         self._budget = budget
         for position, state in self.states.items():

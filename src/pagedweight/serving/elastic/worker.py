@@ -10,8 +10,10 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
+from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -23,6 +25,7 @@ from pagedweight.runtime.signals import take_signals
 from pagedweight.serving.elastic.kv_layout import kv_block_of_specs, kv_granules
 from pagedweight.serving.elastic.scheduler import ATTRIBUTE
 from pagedweight.serving.elastic.store import ElasticStore
+from pagedweight.serving.elastic.tracing import BitRecorder, trace_folder
 from pagedweight.serving.plugin import announce
 from pagedweight.serving.store import expert_store
 
@@ -60,6 +63,10 @@ class ElasticCPUWorker(CPUWorker):
         store.start(kv_block_of_specs(self.get_kv_cache_spec().values()))
         self.budget = store.budget
         self._plan: StepPlan | None = None
+        self._recorder: BitRecorder | None = None
+        if store.options.trace is not None and self.rank == 0:
+            folder = trace_folder(store.options.trace)
+            self._recorder = BitRecorder(folder, self.committed_bits())
 
     def determine_available_memory(self) -> int:
         if self._should_warm_up_model():
@@ -82,8 +89,14 @@ class ElasticCPUWorker(CPUWorker):
                 self.store.forget_signals()
             self._plan = plan
             self.store.worker.apply(plan)
+        if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
+            self._recorder.model_step(self.committed_bits())
         output = super().execute_model(scheduler_output)
         return output if output is None else self._with_report(output)
+
+    def committed_bits(self) -> NDArray[np.int32]:
+        """q of every row, int32 [rows]: what kernels read from now on."""
+        return self.store.worker.mover.weights.kernel_tables.written.bits.copy()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self._with_report(super().sample_tokens(grammar_output))

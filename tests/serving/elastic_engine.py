@@ -1,0 +1,114 @@
+"""A real vLLM engine with elastic memory inside this process, stepped by hand and looked into.
+
+One engine in one process: tests of this file's users run in a process of their own (`isolated`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagedweight.core.policy import Policy
+from pagedweight.core.policy_file import save_policy
+from pagedweight.runtime.granules import GranuleState
+from pagedweight.runtime.integrity import check_worker
+from pagedweight.serving.options import ServeOptions
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+POLICY = Policy(offload_blocks=6, reload_blocks=16, dwell_steps=8)
+BLOCK = 32
+SCHEDULER = "pagedweight.serving.elastic.scheduler.ElasticScheduler"
+WORKER = "pagedweight.serving.elastic.worker.ElasticCPUWorker"
+
+
+class Engine:
+    """`run` serves requests to their end, checking everything after every step."""
+
+    def __init__(self, path: Path, folder: Path, memory: int, **flags: Any) -> None:
+        from vllm import LLM
+
+        save_policy(POLICY, folder / "policy.json")
+        options = ServeOptions(
+            memory=memory, policy=str(folder / "policy.json"), poison=True, **flags
+        )
+        self.llm = LLM(
+            str(path),
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=64,
+            block_size=BLOCK,
+            kv_cache_memory_bytes=memory,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            scheduler_cls=SCHEDULER,
+            worker_cls=WORKER,
+            additional_config=options.additional_config(),
+        )
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.control = core.scheduler.control
+        self.worker = core.model_executor.driver_worker.worker
+        self.memory = self.worker.store.worker
+        self.names = 0
+
+    @property
+    def bits(self) -> np.ndarray:
+        """Committed bits that kernels read, int32 [rows]."""
+        return self.worker.committed_bits()
+
+    @property
+    def usable(self) -> int:
+        return self.control.controller.granules.usable_blocks
+
+    def add(self, prompts: list[list[int]], tokens: int) -> list[str]:
+        """Queue greedy requests for exactly `tokens` tokens each."""
+        from vllm import SamplingParams
+
+        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        names = []
+        for prompt in prompts:
+            self.names += 1
+            names.append(f"r{self.names}")
+            self.llm.llm_engine.add_request(names[-1], {"prompt_token_ids": prompt}, asked)
+        return names
+
+    def step(self) -> list[Any]:
+        """One engine step, then every invariant; the requests that finished in it."""
+        finished = [out for out in self.llm.llm_engine.step() if out.finished]
+        self.check()
+        return finished
+
+    def run(self, each: Any = None, settle: bool = True) -> dict[str, list[int]]:
+        """Step until nothing is left to do (or, not to settle, no request); tokens by request."""
+        done: dict[str, list[int]] = {}
+        scheduler = self.scheduler
+        while scheduler.has_requests() if settle else scheduler.has_unfinished_requests():
+            for output in self.step():
+                done[output.request_id] = list(output.outputs[0].token_ids)
+            if each is not None:
+                each()
+        return done
+
+    def check(self) -> None:
+        """Memory, page table, kernel table and vLLM's block pool agree."""
+        check_worker(self.memory)
+        pool, ledger = self.scheduler.kv_cache_manager.block_pool, self.control.controller.granules
+        self.control.controller.table.check_integrity()
+        size = ledger.granule_blocks
+        usable = set(ledger.having(GranuleState.USABLE))
+        assert usable <= set(self.memory.kv.backed)
+        free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
+        held = {block.block_id for block in pool.blocks if block.ref_cnt or block.is_null}
+        assert not free & held
+        assert {b // size for b in free | held} <= usable
+        assert len(free | held) == len(usable) * size == pool.num_gpu_blocks
+
+
+def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(10, 8000, (count, length)).tolist()

@@ -1,0 +1,201 @@
+"""Precision follows KV pressure inside real vLLM; every invariant holds after every step.
+
+One engine for all tests of this file, in a process of its own (see `elastic_engine`).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.vllm
+MEMORY = 24 << 20
+INSIDE = "--inside"
+
+
+def test_in_a_process_of_its_own(tiny_quantized, tmp_path):
+    """Runs every `inside_*` of this file; their names are in the output when one fails."""
+    ended = subprocess.run(
+        [sys.executable, __file__, str(tiny_quantized), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    passed = [line for line in ended.stdout.splitlines() if line.startswith("passed")]
+    assert len(passed) == len(CASES)
+
+
+def inside_a_burst_takes_bits_and_gives_them_back(engine):
+    start_bits, start_blocks = engine.bits, engine.usable
+    low, most = [], []
+
+    def watch():
+        low.append(engine.bits.mean())
+        most.append(engine.usable)
+
+    names = engine.add(prompts(20, 48), 120)
+    done = engine.run(watch)
+    assert sorted(done) == sorted(names)
+    assert all(len(tokens) == 120 for tokens in done.values())
+    assert max(most) > start_blocks
+    assert min(low) < start_bits.mean() - 1
+    assert np.array_equal(engine.bits, start_bits)
+    assert engine.usable == start_blocks
+    assert engine.control.preemptions == 0
+
+
+def inside_an_abandoned_burst_gives_everything_back(engine):
+    start_bits, start_blocks = engine.bits, engine.usable
+    names = engine.add(prompts(20, 48), 400)
+    for _ in range(40):
+        engine.step()
+    assert engine.bits.mean() < start_bits.mean()
+    engine.llm.llm_engine.abort_request(names)
+    assert engine.run() == {}
+    assert np.array_equal(engine.bits, start_bits)
+    assert engine.usable == start_blocks
+
+
+def inside_random_transitions_equal_their_serial_replay(engine):
+    from pagedweight.runtime.granules import GranuleState
+    from pagedweight.runtime.messages import StepPlan
+    from pagedweight.runtime.trace import BitTrace
+    from pagedweight.serving.elastic.tracing import Replay
+
+    asked, length = prompts(3, 24, seed=3), 300
+    planner, controller = engine.control.controller._planner, engine.control.controller
+    start_bits, counters = engine.bits, engine.memory.counters
+    before = counters.rows_lowered + counters.rows_raised
+    controller._planner = chaos = RandomPlanner(engine, seed=5)
+    trace, last = BitTrace(), [np.zeros_like(start_bits)]
+    trace.record(0, last[0], start_bits)
+    last[0] = start_bits
+    original, steps = engine.worker.execute_model, [0]
+
+    def recorded(output):
+        plan = getattr(output, "pagedweight", None)
+        if plan is not None:
+            engine.memory.apply(plan)
+            output.pagedweight = None
+        if output.total_num_scheduled_tokens:
+            steps[0] += 1
+            trace.record(steps[0], last[0], engine.bits)
+            last[0] = engine.bits
+        engine.worker._plan = plan
+        return original(output)
+
+    engine.worker.execute_model = recorded
+    engine.add(asked, length)
+    random = list(engine.run(settle=False).values())
+    engine.worker.execute_model, controller._planner = original, planner
+    moved = counters.rows_lowered + counters.rows_raised - before
+    assert moved >= 10_000, (moved, chaos.asked, steps[0])
+
+    engine.run()
+    granules = controller.granules  # a replay lowers and raises whole steps: it needs some room
+    assert granules.give_back(10, engine.control.parking, controller.step_number) == 10
+    shrink = tuple(granules.having(GranuleState.SHRINKING))
+    engine.memory.apply(StepPlan(controller.step_number, shrink=shrink))
+    engine.control._replay = Replay(trace, engine.bits)
+    engine.control._model_steps = 0
+    engine.add(asked, length)
+    serial = list(engine.run().values())
+    engine.control._replay = None
+    assert random == serial
+
+
+class RandomPlanner:
+    """Sends random rows to random levels at every step, as far as memory allows."""
+
+    def __init__(self, engine, seed):
+        self.engine, self.rng, self.asked = engine, np.random.default_rng(seed), 0
+
+    def step(self, table, observation):
+        from pagedweight.core.planner import Plan
+
+        del observation
+        lower = bool(self.rng.integers(2))
+        free = np.flatnonzero(table.desired_bits == table.committed_bits)
+        rows = np.sort(self.rng.choice(free, min(128, len(free)), replace=False))
+        now = table.committed_bits[rows]
+        levels = table.sizes.levels
+        goal = self.rng.integers(levels[0], levels[-1] + 1, len(rows))
+        keep = goal < now if lower else goal > now
+        rows, now, goal = rows[keep], now[keep].astype(np.int32), goal[keep].astype(np.int32)
+        if not len(rows):
+            return Plan.none()
+        self.asked += len(rows)
+        delta = np.array(
+            [table.sizes.delta(r % 2, a, b) for r, a, b in zip(rows, now, goal, strict=True)]
+        )
+        kind = "offload" if lower else "reload"
+        return replace(
+            Plan.none("random"), kind=kind, rows=rows, from_bits=now, to_bits=goal, delta=delta
+        )
+
+
+def inside_faults_are_rolled_back_and_service_goes_on(engine):
+    from pagedweight.errors import Transient
+
+    device = engine.memory.mover.weights.device
+    for name, every in (("map", 3), ("upload", 2), ("write", 3)):
+        original, calls, faults = getattr(device, name), [0], [0]
+
+        def failing(*args, original=original, every=every, calls=calls, faults=faults, name=name):
+            calls[0] += 1
+            if calls[0] % every == 0 and faults[0] < 6:
+                faults[0] += 1
+                raise Transient(f"{name} refused by the test")
+            return original(*args)
+
+        before = engine.memory.counters.rolled_back
+        setattr(device, name, failing)
+        names = engine.add(prompts(24, 48), 80)
+        done = engine.run()
+        setattr(device, name, original)
+        engine.run()
+        assert sorted(done) == sorted(names), name
+        assert faults[0] > 0, name
+        assert engine.memory.counters.rolled_back > before, name
+    names = engine.add(prompts(4, 16), 20)
+    assert sorted(engine.run()) == sorted(names)
+
+
+def inside_a_prompt_longer_than_the_model_is_refused_with_both_numbers(engine):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="512") as error:
+        engine.add(prompts(1, 600), 10)
+    assert "600" in str(error.value)
+    assert not engine.scheduler.has_requests()
+
+
+def inside_the_null_block_is_never_counted(engine):
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert engine.usable == pool.num_gpu_blocks - 1 == engine.control.parking.free_blocks
+    assert 0 in engine.memory.kv.backed
+
+
+CASES = [function for name, function in dict(globals()).items() if name.startswith("inside_")]
+
+
+def _inside(path: Path, folder: Path) -> None:
+    engine = Engine(path, folder, MEMORY)
+    for case in CASES:
+        engine.run()
+        case(engine)
+        print("passed", case.__name__, flush=True)
+
+
+if __name__ == "__main__":
+    from elastic_engine import Engine, prompts
+
+    _inside(Path(sys.argv[1]), Path(sys.argv[2]))
+else:
+    prompts = None
