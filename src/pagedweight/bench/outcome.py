@@ -1,0 +1,152 @@
+"""What one run under load was like: answers of the client and the server's timeline in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedweight.bench.client import Answer
+from pagedweight.bench.load import Load
+from pagedweight.runtime.timeline import Timeline
+
+BACK = 0.05
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds: time to the first token and time between tokens, over a set of answers."""
+
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+
+    @staticmethod
+    def of(answers: Sequence[Answer]) -> Latency:
+        """Of answers that are whole; ValueError when there are none."""
+        whole = [answer for answer in answers if not answer.fault]
+        if not whole:
+            raise ValueError("no answer is whole")
+        first = [answer.first for answer in whole]
+        gaps = [gap for answer in whole for gap in answer.gaps]
+        both = [*np.percentile(first, [50, 99]), *np.percentile(gaps or [0.0], [50, 99])]
+        return Latency(*(round(1000 * float(value), 1) for value in both))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run. Bits are means by weight of what kernels read, `mean` ones over time.
+
+    lost:             requests with an error, or with more or fewer tokens than asked for.
+    preemptions:      vLLM's own counter. above_floor: those of them that came although bits had
+                      not given all that floors allow (from the timeline; always 0 at fixed bits).
+    tokens_per_s:     generated tokens from the first request to the last token.
+    peak_tokens_per_s: generated from the start of the peak phase until its last request is
+                      answered, by these seconds. peak_s: these seconds.
+    peak_mean_bits:   over the same time; peak: latencies of its requests.
+    mean_damage:      predicted damage (eq. 8) against every stored bit, over time.
+    bits_back_s:      from the moment when the last request of the peak is answered until bits are
+                      those of the start; 0 when they were so before, None when they never were.
+    """
+
+    requests: int
+    lost: int
+    preemptions: int
+    above_floor: int
+    mean_bits: float
+    lowest_bits: float
+    start_bits: float
+    peak_mean_bits: float
+    mean_damage: float
+    tokens_per_s: float
+    peak_tokens_per_s: float
+    peak_s: float
+    bits_back_s: float | None
+    kv_blocks_start: int
+    kv_blocks_most: int
+    most_running: int
+    copied_bytes: int
+    rollbacks: int
+    all: Latency
+    peak: Latency
+
+
+def time_mean(timeline: Timeline, name: str, start: float, end: float) -> float:
+    """Mean of a field between two monotonic times: a sample holds until the next one."""
+    times = timeline.column("monotonic")
+    values = timeline.column(name)
+    at = np.searchsorted(times, start, side="right") - 1
+    inside = (times > start) & (times < end)
+    edges = np.concatenate([[start], times[inside], [end]])
+    held = np.concatenate([[values[max(at, 0)]], values[inside]])
+    return float(np.average(held, weights=np.diff(edges)))
+
+
+def back_after(timeline: Timeline, since: float) -> float | None:
+    """Seconds from the monotonic time `since` until bits are those of the start, for good.
+
+    "Those of the start" is `BACK` of a bit below their mean at most: which rows come back first
+    depends on what was routed, and the last bytes of a budget may not fit the row that is left.
+    """
+    times, bits = timeline.column("monotonic"), timeline.column("bits")
+    below = np.flatnonzero(bits < bits[0] - BACK)
+    if not below.size:
+        return 0.0
+    if below[-1] + 1 == len(bits):
+        return None
+    return round(max(0.0, float(times[below[-1] + 1]) - since), 2)
+
+
+def tokens_between(answers: Sequence[Answer], start: float, end: float) -> float:
+    """Tokens that arrived in a span of monotonic time; a piece of text counts as its share."""
+    total = 0.0
+    for answer in answers:
+        if not answer.fault:
+            here = sum(start <= at <= end for at in answer.arrivals)
+            total += here * answer.tokens / len(answer.arrivals)
+    return total
+
+
+def preempted_above_floor(timeline: Timeline) -> int:
+    """Preemptions at steps at which the floors still left blocks to back."""
+    left = timeline.column("kv_reachable") - timeline.column("kv_usable")
+    happened = np.diff(timeline.column("preemptions"), prepend=0)
+    return int(happened[left > 0].sum())
+
+
+def outcome(
+    load: Load, peak: str, answers: Sequence[Answer], timeline: Timeline, preemptions: int
+) -> Outcome:
+    """The row of a run. ValueError when nothing was answered in the peak phase."""
+    begin = answers[0].sent - answers[0].ask.at
+    last = max(answer.arrivals[-1] for answer in answers)
+    peak_start = begin + load.span(peak)[0]
+    of_peak = [answer for answer in answers if answer.ask.phase == peak]
+    peak_answered = max(answer.arrivals[-1] for answer in of_peak)
+    bits, usable = timeline.column("bits"), timeline.column("kv_usable")
+    tokens = sum(answer.tokens for answer in answers if not answer.fault)
+    in_peak = tokens_between(answers, peak_start, peak_answered)
+    return Outcome(
+        requests=len(answers),
+        lost=sum(bool(answer.fault) for answer in answers),
+        preemptions=preemptions,
+        above_floor=preempted_above_floor(timeline),
+        mean_bits=round(time_mean(timeline, "bits", begin, last), 3),
+        lowest_bits=float(bits.min()),
+        start_bits=float(bits[0]),
+        peak_mean_bits=round(time_mean(timeline, "bits", peak_start, peak_answered), 3),
+        mean_damage=float(f"{time_mean(timeline, 'damage', begin, last):.4g}"),
+        tokens_per_s=round(tokens / (last - begin), 1),
+        peak_tokens_per_s=round(in_peak / (peak_answered - peak_start), 1),
+        peak_s=round(peak_answered - peak_start, 2),
+        bits_back_s=back_after(timeline, peak_answered),
+        kv_blocks_start=int(usable[0]),
+        kv_blocks_most=int(usable.max()),
+        most_running=int(timeline.column("running").max()),
+        copied_bytes=timeline.samples[-1].copied_bytes,
+        rollbacks=timeline.samples[-1].rollbacks,
+        all=Latency.of(answers),
+        peak=Latency.of(of_peak),
+    )
