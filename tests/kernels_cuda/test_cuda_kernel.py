@@ -5,6 +5,8 @@ import torch
 from cuda_calls import make_call
 
 from pagedweight.core.geometry import LayerShape
+from pagedweight.kernels.cuda import decode
+from pagedweight.kernels.cuda import kernel as binding
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -50,8 +52,31 @@ def test_top_1_on_one_expert(gpu, kernel):
     make_call(gpu, LayerShape(3, 128, 64), 40, 1, routing="hot").check(kernel)
 
 
-def test_more_pairs_than_a_block_sorts(gpu, kernel):
-    make_call(gpu, LayerShape(16, 192, 128), 700, 4).check(kernel)
+def test_more_pairs_than_decode_plans(gpu, kernel, monkeypatch):
+    call = make_call(gpu, LayerShape(16, 192, 128), 700, 4)
+    call.check(kernel)
+    monkeypatch.setattr(binding, "is_prefill", lambda *_: False)  # decode, in slices
+    call.check(kernel)
+
+
+@pytest.mark.parametrize("tokens, experts", [(1, 3), (9, 5), (145, 2), (300, 9)])
+@pytest.mark.parametrize("planes", [5, 6, 8])
+def test_prefill_at_any_size(gpu, kernel, monkeypatch, tokens, experts, planes):
+    monkeypatch.setattr(binding, "is_prefill", lambda *_: True)
+    call = make_call(gpu, LayerShape(experts, 200, 136), tokens, 2, planes=planes)
+    first = call.check(kernel)
+    for _ in range(5):
+        assert torch.equal(call.run(kernel), first)
+
+
+@pytest.mark.parametrize("groups", [(0, 0), (0, 2), (1, 1), (2, 3), (3, 3)])
+def test_groups_of_warps_share_units(gpu, kernel, monkeypatch, groups):
+    monkeypatch.setattr(decode, "choose_groups", lambda *_: groups)
+    for shape in (SMALL, LayerShape(20, 512, 320)):
+        call = make_call(gpu, shape, 21, 3, planes=8)
+        first = call.check(kernel)
+        for _ in range(5):
+            assert torch.equal(call.run(kernel), first)
 
 
 def test_experts_of_other_ranks_add_nothing(gpu, kernel):

@@ -12,13 +12,13 @@ from pagedweight.errors import UserError
 
 BLOCK_TOKENS = 8
 """Tokens of one expert that decode multiplies at a time."""
-WIDE_BLOCK_TOKENS = 128
+WIDE_BLOCK_TOKENS = 144
 """The same for prefill."""
 WINDOW, TABLES_AT, TABLE, STREAM = 1024, 16384, 8192, 6144
 """Addresses and sizes of csrc/decode.cu: WINDOW (0 before Hopper), TABLES_AT, TABLE_BYTES,
 STREAM_BYTES."""
-WIDE_WARPS, WIDE_TABLE, WIDE_COLUMNS = 8, 16384, 3 * 16384
-"""Of csrc/prefill.cu: WARPS, TABLE_BYTES, SLOTS * TILE_BYTES."""
+WIDE_WARPS, WIDE_TABLE, WIDE_STREAM, WIDE_COLUMNS = 8, 16384, 4608, 3 * 144 * 128
+"""Of csrc/prefill.cu: WARPS, TABLE_BYTES, STREAM_BYTES, SLOTS * TILE_BYTES."""
 PLANNERS = 32
 """Warps that make prefill's plan."""
 PLAN = TABLES_AT - 2 * STREAM - WINDOW
@@ -92,11 +92,11 @@ def choose_build(device: Device) -> Build:
 def prefill_shared_bytes(device: Device) -> int:
     """Dynamic shared memory of a thread block of prefill."""
     tables = WIDE_WARPS * WIDE_TABLE
-    return TABLES_AT - window_of(device) + tables + WIDE_COLUMNS + (WIDE_WARPS - 2) * STREAM
+    return TABLES_AT - window_of(device) + tables + WIDE_COLUMNS + (WIDE_WARPS - 2) * WIDE_STREAM
 
 
 def most_wide_blocks(pairs: int, experts: int) -> int:
-    """Blocks of 128 tokens of one expert that `pairs` routed pairs can make."""
+    """Blocks of 144 tokens of one expert that `pairs` routed pairs can make."""
     return min(pairs, experts) + pairs // WIDE_BLOCK_TOKENS
 
 
@@ -116,29 +116,25 @@ CROSSOVER = 1.5
 def choose_groups(
     shape: LayerShape, tokens: int, top_k: int, build: Build, processors: int
 ) -> tuple[int, int]:
-    """log2 of the warps that share a unit of gate_up and of down: the least estimated time.
+    """log2 of the warps that share a unit of gate_up and of down; thresholds measured on an H200.
 
-    With groups of 2^g warps a unit takes 2^-g of its time alone and a fixed overhead. Units are
-    done in rounds over all groups; a round that is only partly filled is quicker, but not in
-    proportion (docs/kernels.md has the measurements behind the two constants).
+    By the rounds that all warps would need for gate_up alone, one unit each: groups pay where warps
+    would be idle, in part of a round or at the end of a second; else they only add overhead.
+    Rows of 4096 columns and more are worth a group always.
     """
     pairs, experts = tokens * top_k, shape.experts
     hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
-    blocks = max(hit, pairs / BLOCK_TOKENS)
-    warps = build.warps * processors
-    units = (shape.gate_up.row_tiles / 2, -(-shape.down.row_tiles // 2))
-    cols = (shape.gate_up.col_tiles, shape.down.col_tiles)
-
-    def time(phase: int, log: int) -> float:
-        rounds = blocks * units[phase] * (1 << log) / warps
-        whole, part = divmod(rounds, 1.0)
-        filled = whole + (0.3 + 0.7 * part if part > 0 else 0.0)
-        return filled * (cols[phase] / (1 << log) + UNIT_OVERHEAD)
-
-    logs = range(min(3, build.warps.bit_length() - 1) + 1)
-    first, second = (min(logs, key=lambda log: time(phase, log)) for phase in (0, 1))
-    return first, second
+    units = max(hit, pairs / BLOCK_TOKENS) * shape.gate_up.row_tiles / 2
+    rounds = units / (build.warps * processors)
+    log = next(log for most, log in GROUP_LOGS if rounds < most)
+    cols, down_cols = shape.gate_up.col_tiles, shape.down.col_tiles
+    log += cols >= LONG_ROW
+    longer = max(0, (down_cols // cols).bit_length() - 1)
+    most = min(3, build.warps.bit_length() - 1)
+    return min(log, most), min(log + longer, most)
 
 
-UNIT_OVERHEAD = 2.5
-"""What a unit costs beside its columns, in column tiles."""
+GROUP_LOGS = ((0.2, 2), (0.5, 1), (0.8, 0), (1.7, 1), (float("inf"), 0))
+"""(rounds below which, log2 of the group)."""
+LONG_ROW = 64
+"""Column tiles of a long row."""

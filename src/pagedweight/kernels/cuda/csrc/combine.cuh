@@ -3,27 +3,34 @@
 #pragma once
 #include "plan.cuh"
 
-// out[t] = sum over choices, in their order, of weight * down's output.
-PW_INLINE void combine(const Params& p) {
+// out[t] = sum over choices, in their order, of weight * down's output. Four columns a thread; a
+// width that four does not divide is done one column a thread.
+template <class Vector>
+PW_INLINE void combine_columns(const Params& p) {
   const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
-  const int quads = ceil_div(p.hidden, 4);
-  for (int i = thread; i < p.tokens * quads; i += threads) {
-    const int token = i / quads, col = i % quads * 4;
-    const int cols = min(p.hidden - col, 4);
-    float sum[4] = {0, 0, 0, 0};
+  const int width = sizeof(Vector) / sizeof(float), vectors = p.hidden / width;
+  for (int i = thread; i < p.tokens * vectors; i += threads) {
+    const int token = i / vectors, col = i % vectors * width;
+    float sum[width] = {};
+#pragma unroll 4
     for (int c = 0; c < p.top_k; ++c) {
       const int pair = token * p.top_k + c;
-      if (local_expert(p, pair) == NOBODY) continue;
-      const float weight = p.weights[pair];
-      const float* from = p.parts + (u64)pair * p.hidden + col;
+      const bool local = local_expert(p, pair) != NOBODY;
+      Vector part = {};
+      if (local) part = load_l2((const Vector*)(p.parts + (u64)pair * p.hidden + col));
+      const float weight = local ? p.weights[pair] : 0.0f;
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (j < cols) sum[j] += weight * load_l2(from + j);
+      for (int j = 0; j < width; ++j) sum[j] += weight * ((const float*)&part)[j];
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (j < cols) p.out[(u64)token * p.hidden + col + j] = to_act(sum[j]);
+    for (int j = 0; j < width; ++j) p.out[(u64)token * p.hidden + col + j] = to_act(sum[j]);
   }
+}
+PW_INLINE void combine(const Params& p) {
+  if (p.hidden % 4 == 0)
+    combine_columns<float4>(p);
+  else
+    combine_columns<float>(p);
 }
 
 // Euclidean norm of a row, by one warp.
@@ -80,7 +87,7 @@ PW_INLINE void count_expert(const Params& p, const Pair* pairs, int expert, int 
 PW_INLINE void combine_after(const Params& p, int units) {
   const u32* finished = &((Counters*)p.counters)->finished;
   if (threadIdx.x == 0)
-    while (load_acquire(finished) != (u32)units) __nanosleep(64);
+    while (load_acquire(finished) != (u32)units) __nanosleep(32);
   __syncthreads();
   combine(p);
 }

@@ -100,7 +100,7 @@ struct Worker {
     if (task.phase == 0) return p.x + (u64)(pair / p.top_k) * p.x_stride + start;
     const u32* ready = ((Counters*)p.counters)->ready + task.block;
     if (lane == 0)
-      while (load_acquire(ready) != (u32)phase(0).units) __nanosleep(100);
+      while (load_acquire(ready) != (u32)phase(0).units) __nanosleep(32);
     __syncwarp();
     return p.middle + (u64)pair * p.middle_stride + start;
   }
@@ -152,11 +152,12 @@ struct Worker {
     const int i = task.phase;
     u32 told = __shfl_sync(~0u, claimed, 0);
     if (group_size(i) > 1) {
-      volatile u32* board = &head().board[i][group(i)];
+      u32* board = &head().board[i][group(i)];
       if (member(i) == 0) {
-        if (lane == 0) *board = told << 1 | parity;
+        if (lane == 0) atomicExch(board, told << 1 | parity);
       } else {
-        told = *board;
+        if (lane == 0) told = atomicAdd(board, 0);
+        told = __shfl_sync(~0u, told, 0);
         if ((told & 1) != parity) return;
         told >>= 1;
       }

@@ -1,21 +1,22 @@
-// Fused MoE for many tokens an expert: the same work as decode.cu with up to 128 tokens a block, so
+// Fused MoE for many tokens an expert: the same work as decode.cu with up to 144 tokens a block, so
 // that a weight is decoded once for all of them.
 //
 // A thread block takes one block of tokens and eight units (pairs of row tiles), one a warp. Column
 // tile by column tile, activations go through shared memory for all warps, planes through each
-// warp's own stream; a warp decodes two row tiles into registers and multiplies them with 16 groups
+// warp's own stream; a warp decodes two row tiles into registers and multiplies them with 18 groups
 // of 8 tokens. The plan is made by a launch of its own.
 const int WARPS = 8, THREADS = WARPS * 32;
 #include "combine.cuh"
 #include "stream.cuh"
 
-const int BLOCK_MOST = 128;  // tokens of a block
+const int BLOCK_MOST = 144;  // tokens of a block: as many sums as registers hold
 const int GROUPS = BLOCK_MOST / 8;
 const int TILE_BYTES = BLOCK_MOST * 128;  // activations of a column tile
+const int PIECES = (BLOCK_MOST * 8 + THREADS - 1) / THREADS;  // 16 bytes each, of a thread
 
 extern __shared__ __align__(1024) unsigned char memory[];
 
-// At most 128 routed tokens of one expert, pairs[first .. first + count), and which blocks of the
+// At most 144 routed tokens of one expert, pairs[first .. first + count), and which blocks of the
 // plan are this expert's: all that read the same weights.
 struct WideBlock {
   int expert, first, count, group_first, group_blocks;
@@ -110,6 +111,7 @@ PW_INLINE u32 stream_at(int warp) {
   return warp < 2 ? FRONT_AT + warp * STREAM_BYTES
                   : COLUMNS_AT + SLOTS * TILE_BYTES + (warp - 2) * STREAM_BYTES;
 }
+PW_INLINE constexpr int slot_bytes(int slots) { return slots == 3 ? 1536 : 2048; }
 PW_INLINE unsigned char* memory_at(u32 address) {
   return memory + (address - shared_address(memory));
 }
@@ -132,7 +134,7 @@ struct Worker {
   bool real;                 // whether the warp's unit exists
   Stream stream;
   u64 rows;           // activations of the call's tokens, or act(gate) * up
-  u32 row_at[4];      // byte offsets of the rows that this thread copies, at its piece of a tile
+  u32 row_at[PIECES];  // byte offsets of the rows that this thread copies, at its piece of a tile
   float sum[2][GROUPS][4];
 
   PW_INLINE const Phase& phase() const { return head().phase[task.phase]; }
@@ -158,32 +160,33 @@ struct Worker {
       head().pairs[threadIdx.x] = plan.pairs[mine.first + min((int)threadIdx.x, count - 1)];
     if (task.phase == 1 && threadIdx.x == 0) {
       const u32* ready = ((Counters*)p.counters)->ready + block;
-      while (load_acquire(ready) != (u32)head().row_groups[0]) __nanosleep(100);
+      while (load_acquire(ready) != (u32)head().row_groups[0]) __nanosleep(32);
     }
     __syncthreads();
     rows = task.phase ? (u64)p.middle : (u64)p.x;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int pair = head().pairs[threadIdx.x / 8 + 32 * i];
+    for (int i = 0; i < PIECES; ++i) {
+      const int pair = head().pairs[min((int)threadIdx.x / 8 + 32 * i, BLOCK_MOST - 1)];
       const u32 row = task.phase ? pair * p.middle_stride : pair / p.top_k * p.x_stride;
       row_at[i] = row * 2 + threadIdx.x % 8 * 16;
     }
   }
 
-  // Ask for a column tile: this warp's planes and this thread's part of the activations. Pieces of
-  // odd rows change places in pairs, so that reading eight lanes' pieces meets no bank twice.
-  PW_INLINE void ask(int tile) {
+  // Ask for a column tile: this warp's planes and this thread's part of the activations, in one of
+  // `slots`. Pieces of odd rows change places in pairs, so that reading eight lanes' pieces meets
+  // no bank twice.
+  PW_INLINE void ask(int tile, int slots) {
     if (tile < phase().cols) {
-      const u32 to = stream_at(warp) + tile % SLOTS * SLOT_BYTES + lane * 16;
+      const u32 to = stream_at(warp) + tile % slots * slot_bytes(slots) + lane * 16;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (i < stream.copies) copy16(to + i * 512, stream.base[i] + tile * 128);
       const int row = threadIdx.x / 8;
-      const u32 at = COLUMNS_AT + tile % SLOTS * TILE_BYTES + row * 128 +
+      const u32 at = COLUMNS_AT + tile % slots * TILE_BYTES + row * 128 +
                      (threadIdx.x % 8 ^ (row & 1)) * 16;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (i * 4 < groups) copy16(at + i * 4096, rows + row_at[i] + tile * 128);
+      for (int i = 0; i < PIECES; ++i)
+        if (row / 8 + i * 4 < groups) copy16(at + i * 4096, rows + row_at[i] + tile * 128);
     }
     copies_commit();
   }
@@ -200,33 +203,39 @@ struct Worker {
       for (int n = 0; n < GROUPS; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[r][n][i] = 0;
-    ask(0);
-    ask(1);
+    // Up to 6 bits a stage leaves room for three.
+    const int slots = BITS <= 6 ? 3 : 2;
+    ask(0, slots);
+    if (slots == 3) ask(1, slots);
     const int row = lane / 4, piece = (lane & 3) * 2;
     const u32 near_at = row * 128 + (piece ^ (row & 1)) * 16;
     const u32 far_at = row * 128 + (piece + 1 ^ (row & 1)) * 16;
 #pragma unroll 1
     for (int c = 0; c < phase().cols; ++c) {
-      copies_wait<1>();
-      __syncthreads();
-      ask(c + 2);
-      const unsigned char* at = memory_at(stream_at(warp) + c % SLOTS * SLOT_BYTES + lane * 4);
+      copies_wait<slots - 2>();
+      __syncthreads();  // the tile is there for all, and all are done with the one before
+      ask(c + slots - 1, slots);
+      const unsigned char* at = memory_at(stream_at(warp) + c % slots * slot_bytes(slots) + lane * 4);
       u32 a[2][4][4];
       fragments<BITS, 0>(at, lookup, a[0]);
       fragments<BITS, 1>(at, lookup, a[1]);
-      const unsigned char* x = memory_at(COLUMNS_AT + c % SLOTS * TILE_BYTES);
+      const unsigned char* x = memory_at(COLUMNS_AT + c % slots * TILE_BYTES);
 #pragma unroll
-      for (int n = 0; n < GROUPS; ++n) {
+      for (int n = 0; n < GROUPS; n += 2) {
         if (n >= groups) break;
-        const uint4 near = *(const uint4*)(x + n * 1024 + near_at);
-        const uint4 far = *(const uint4*)(x + n * 1024 + far_at);
+        // Two groups at once: four chains of sums, so that no product waits for the one before.
+        uint4 near[2], far[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          multiply16816(sum[r][n], a[r][0], near.x, near.y);
-          multiply16816(sum[r][n], a[r][1], far.x, far.y);
-          multiply16816(sum[r][n], a[r][2], near.z, near.w);
-          multiply16816(sum[r][n], a[r][3], far.z, far.w);
+        for (int m = 0; m < 2; ++m) {
+          near[m] = *(const uint4*)(x + (n + m) * 1024 + near_at);
+          far[m] = *(const uint4*)(x + (n + m) * 1024 + far_at);
         }
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          multiply16816(sum[i % 2][n + i / 2 % 2], a[i % 2][i / 4], i < 4 ? near[i / 2 % 2].x : far[i / 2 % 2].x, i < 4 ? near[i / 2 % 2].y : far[i / 2 % 2].y);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          multiply16816(sum[i % 2][n + i / 2 % 2], a[i % 2][2 + i / 4], i < 4 ? near[i / 2 % 2].z : far[i / 2 % 2].z, i < 4 ? near[i / 2 % 2].w : far[i / 2 % 2].w);
       }
     }
     copies_wait<0>();

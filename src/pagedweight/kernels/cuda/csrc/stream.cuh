@@ -8,13 +8,13 @@
 #include "lookup.cuh"
 #include "plan.cuh"
 
+const bool WIDE = PW_TABLE_BYTES == 16384;  // prefill
 const int SLOTS = 3;
 const int SLOT_BYTES = 2048;
-const int STREAM_BYTES = SLOTS * SLOT_BYTES;
+const int STREAM_BYTES = WIDE ? 4608 : SLOTS * SLOT_BYTES;  // prefill: 3 of 1536, or 2 of 2048
 
 // Row tiles and column tiles of a stage, so that no precision takes more than a slot and that the
-// tables of its row tiles fit. With 16 KB of tables every stage is two row tiles by one.
-const bool WIDE = PW_TABLE_BYTES == 16384;
+// tables of its row tiles fit. With prefill's 16 KB of tables every stage is two row tiles by one.
 PW_INLINE constexpr int stage_rows(int bits) { return WIDE || bits <= 5 ? 2 : 1; }
 PW_INLINE constexpr int stage_log_tiles(int bits) { return WIDE || bits == 5 ? 0 : 1; }
 template <int BITS>
