@@ -7,6 +7,7 @@ get_kv_cache_spec, and KV being allocated by one `torch.zeros(bytes, dtype=int8)
 
 from __future__ import annotations
 
+import hashlib
 from copy import copy
 from typing import Any
 
@@ -97,6 +98,10 @@ class ElasticCPUWorker(CPUWorker):
     def committed_bits(self) -> NDArray[np.int32]:
         """q of every row, int32 [rows]: what kernels read from now on."""
         return self.store.worker.mover.weights.kernel_tables.written.bits.copy()
+
+    def bits_digest(self) -> str:
+        """Digest of `committed_bits`: what ranks must have in common (asked by collective_rpc)."""
+        return hashlib.sha256(self.committed_bits().tobytes()).hexdigest()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self._with_report(super().sample_tokens(grammar_output))
