@@ -42,15 +42,16 @@ def open_rank(
     budget_bytes: int,
     torch_device: torch.device | str = "cpu",
     poison: bool = False,
-    still: bool = False,
+    reserve: int | None = None,
 ) -> MemoryWorker:
     """Create the pool of a rank, load its experts at `bits` [rows]; KV is attached later.
 
-    budget_bytes is for experts and KV together; `still`: bits will not change, so nothing is kept
-    back for lowering. Set `worker.kv` once the KV layout is known.
+    budget_bytes is for experts and KV together; `reserve`: pages of it to keep for lowering, None:
+    as many as that needs. Set `worker.kv` once the KV layout is known.
     UserError with the numbers when the budget or the machine is too small.
     """
-    reserve = 0 if still else reserve_pages(tier.sizes, device.page_bytes)
+    if reserve is None:
+        reserve = reserve_pages(tier.sizes, device.page_bytes)
     pages = budget_bytes // device.page_bytes
     if pages <= reserve:
         raise UserError(

@@ -117,16 +117,17 @@ def divide(
 ) -> Budget:
     """Divide `options.memory`; `fixed` [rows] are bits that stay, None lets the planner choose.
 
-    Bits that stay need neither a reserve for lowering nor blocks for coming back: KV gets it all.
+    Fixed bits need neither a reserve for lowering nor blocks for coming back: KV gets the rest.
     UserError, with the numbers, when the memory does not reach.
     """
     page, policy, sizes = context.pages.page_bytes, context.policy, context.sizes
     assert options.memory is not None
     pages = options.memory // page
-    reserve = 0 if options.still else reserve_pages(sizes, page)
+    never_lower = fixed is not None and not options.replay
+    reserve = 0 if never_lower else reserve_pages(sizes, page)
     granule = _granule_blocks(block, page)
     shell = Budget(page, pages, reserve, block, granule, context.resting_bits, 0, 0, 0, granule)
-    start = -(-(2 if options.still else policy.reload_blocks + 2) // granule)
+    start = -(-(2 if never_lower else policy.reload_blocks + 2) // granule)
     floor = _floor(context) if fixed is None else fixed
     floor_pages = _pages_at(context, floor)
     needed = floor_pages + reserve + start * shell.granule_pages

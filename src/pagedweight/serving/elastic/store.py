@@ -92,7 +92,7 @@ class ElasticStore:
             budget.bits,
             budget.pages * budget.page_bytes,
             poison=options.poison,
-            still=options.still,
+            reserve=budget.reserve,
         )
         self._budget = budget
         for position, state in self.states.items():
