@@ -12,8 +12,8 @@ from pagedweight.kernels.cuda.shapes import (
     choose_build,
     choose_groups,
     is_prefill,
-    most_blocks,
     most_pairs,
+    plan_bytes,
     prefill_shared_bytes,
 )
 
@@ -46,8 +46,8 @@ def test_prefill_needs_a_large_thread_block():
 def test_a_launch_plans_what_fits(experts):
     most = most_pairs(experts)
     head = Build(16).head
-    assert most_blocks(most, experts) * 4 + most * 2 + head <= PLAN
-    assert most >= 400
+    assert plan_bytes(most, experts) + head <= PLAN < plan_bytes(most + 1, experts) + head
+    assert most >= 256
 
 
 @pytest.mark.parametrize("wide", [False, True])

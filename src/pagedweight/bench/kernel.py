@@ -3,9 +3,9 @@
 One MoE layer after routing, bf16 activations, CUDA-graph replays over several layers and token
 sets so that the L2 does not answer. The roofline is a device-to-device copy in the same run; a
 row's bytes are the planes and tables of the experts that its tokens reach, read once. The peers
-(with --peers, where vLLM is installed) run in the same process on the same routing.
+(--peers marlin_int4 bf16, where vLLM is installed) run in the same process on the same routing.
 
-    pagedweight bench kernel [--shape qwen1.5-moe] [--bits 3 4] [--refcheck] [--peers] [--json DIR]
+    pagedweight bench kernel [--shape qwen1.5-moe] [--bits 3 4] [--refcheck] [--json DIR]
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pagedweight.bench.layers import (
     make_layer,
     make_tokens,
 )
+from pagedweight.bench.peers import PEERS
 from pagedweight.bench.record import machine, write_record
 from pagedweight.errors import UserError
 from pagedweight.kernels.contract import LayerStats
@@ -94,13 +95,12 @@ def time_ours(
 
 
 def measure_peers(
-    model: ModelShape, batches: Sequence[int], routings: Sequence[str]
+    model: ModelShape, names: Sequence[str], batches: Sequence[int], routings: Sequence[str]
 ) -> dict[tuple[int, str], dict[str, float]]:
     """Microseconds a layer of each peer, by batch and routing."""
-    from pagedweight.bench.peers import PEERS
-
     found: dict[tuple[int, str], dict[str, float]] = {}
-    for name, make in PEERS.items():
+    for name in names:
+        make = PEERS[name]
         gen = torch.Generator("cuda").manual_seed(0)
         layers = [make(model, gen) for _ in range(model.layers)]
         for batch in batches:
@@ -121,7 +121,7 @@ def measure_peers(
 def measure(model: ModelShape, options: argparse.Namespace, bandwidth: float) -> list[dict]:
     """Rows of one shape."""
     kernel, rows = CudaKernel(), []
-    peers = measure_peers(model, options.batch, options.routing) if options.peers else {}
+    peers = measure_peers(model, options.peers, options.batch, options.routing)
     for bits in options.bits:
         gen = torch.Generator("cuda").manual_seed(1)
         committed = choose_bits(bits, model.layer.experts)
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--routing", nargs="+", choices=(*ROUTINGS, "hot"), default=list(ROUTINGS))
     parser.add_argument("--refcheck", action="store_true", help="compare with float64")
-    parser.add_argument("--peers", action="store_true", help="measure vLLM's kernels too")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="vLLM's kernels too")
     parser.add_argument("--json", type=Path, help="folder for the results")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -12,13 +12,13 @@ from pagedweight.kernels.cuda.shapes import (
     Device,
     choose_build,
     choose_groups,
-    most_blocks,
+    pairs_at,
     window_of,
 )
 
 
 @lru_cache
-def _function(device: Device, bf16: bool, table_bf16: bool) -> tuple[Function, int]:
+def load_decode(device: Device, bf16: bool, table_bf16: bool) -> tuple[Function, int]:
     """The kernel and how many thread blocks are launched: as many as fit on the device."""
     build = choose_build(device)
     defines = build.defines() | {"PW_BF16": int(bf16), "PW_TABLE_BF16": int(table_bf16)}
@@ -31,9 +31,9 @@ def launch_decode(
     device: Device, shape: LayerShape, bf16: bool, table_bf16: bool, params: Params, stream: int
 ) -> None:
     """Queue one call of at most `shapes.most_pairs` routed pairs, in the device's context."""
-    pairs, build = params.tokens * params.top_k, choose_build(device)
+    build = choose_build(device)
     groups = choose_groups(shape, params.tokens, params.top_k, build, device.processors)
     params.log_group_gate_up, params.log_group_down = groups
-    params.pairs_at = most_blocks(pairs, shape.experts) * 4
-    function, blocks = _function(device, bf16, table_bf16)
+    params.pairs_at = pairs_at(params.tokens * params.top_k, shape.experts)
+    function, blocks = load_decode(device, bf16, table_bf16)
     launch(function, blocks, build.threads, stream, params)

@@ -9,14 +9,16 @@ import torch
 from pagedweight.core.geometry import TILE_COLS, LayerShape, round_up
 from pagedweight.errors import UserError
 from pagedweight.kernels.contract import Activation, BlockTable, LayerStats
-from pagedweight.kernels.cuda.decode import launch_decode
+from pagedweight.kernels.cuda.decode import launch_decode, load_decode
 from pagedweight.kernels.cuda.driver import bindings, check_capability
 from pagedweight.kernels.cuda.params import Params
-from pagedweight.kernels.cuda.prefill import launch_prefill, most_tokens, plan_bytes
-from pagedweight.kernels.cuda.shapes import Device, is_prefill, most_blocks, most_pairs
+from pagedweight.kernels.cuda.prefill import launch_prefill, load_prefill, most_tokens, plan_bytes
+from pagedweight.kernels.cuda.shapes import Device, has_prefill, is_prefill, most_pairs
 from pagedweight.kernels.cuda.workspace import Workspace
 
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+COUNTERS = 16 + 4 * 65536
+"""Bytes of `Counters` (csrc/plan.cuh), for more blocks of tokens than any launch has."""
 COLUMNS = TILE_COLS
 """Activations are read in whole column tiles; other widths are copied and padded with zeros."""
 
@@ -41,6 +43,22 @@ class CudaKernel:
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Workspace] = {}
+
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype, experts: int
+    ) -> None:
+        """Compile and load what calls with these types need, so that none has to wait for it.
+
+        Raises what a call would for the device or the types.
+        """
+        check_types(dtype, table_dtype)
+        types = (dtype == torch.bfloat16, table_dtype == torch.bfloat16)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the context
+            found = describe(torch.cuda.current_device())
+            load_decode(found, *types)
+            if has_prefill(found):
+                load_prefill(found, *types, experts)
 
     def __call__(
         self,
@@ -112,13 +130,25 @@ def _point_stats(params: Params, stats: LayerStats | None, num_tokens: torch.Ten
 
 def _carve(params: Params, workspace: Workspace, shape: LayerShape, wide: bool) -> None:
     pairs = params.tokens * params.top_k
-    blocks = most_blocks(max(pairs, most_pairs(shape.experts)), shape.experts)
     params.middle_stride = round_up(shape.intermediate, COLUMNS)
-    params.counters = workspace.address("counters", 16 + 4 * blocks, zeroed=True)
+    params.counters = workspace.address("counters", COUNTERS, zeroed=True)
     params.middle = workspace.address("middle", pairs * params.middle_stride * 2)
     params.parts = workspace.address("parts", pairs * shape.hidden * 4)
     if wide:
         params.plan = workspace.address("plan", plan_bytes(pairs, shape.experts))
+
+
+def check_types(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+    """Raise UserError for float32 activations, ValueError for types that no kernel has."""
+    if dtype == torch.float32:
+        raise UserError(
+            "the CUDA kernels multiply on tensor cores in bfloat16 or float16; float32 activations "
+            "are served on the CPU only: choose --dtype bfloat16 or float16"
+        )
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"x is {dtype}, not bfloat16 or float16")
+    if table_dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"table_dtype is {table_dtype}, not float16 or bfloat16")
 
 
 def check_call(
@@ -134,15 +164,7 @@ def check_call(
 ) -> None:
     """Raise ValueError unless sizes, types and layouts are the contract's."""
     experts, pairs = shape.experts, tuple(topk_ids.shape)
-    if x.dtype == torch.float32:
-        raise UserError(
-            "the CUDA kernels multiply on tensor cores in bfloat16 or float16; float32 activations "
-            "are served on the CPU only: choose --dtype bfloat16 or float16"
-        )
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"x is {x.dtype}, not bfloat16 or float16")
-    if table_dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"table_dtype is {table_dtype}, not float16 or bfloat16")
+    check_types(x.dtype, table_dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() != 2:

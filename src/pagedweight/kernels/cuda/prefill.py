@@ -20,9 +20,10 @@ from pagedweight.kernels.cuda.shapes import (
 
 
 @lru_cache
-def _functions(
+def load_prefill(
     device: Device, bf16: bool, table_bf16: bool, experts: int
 ) -> tuple[Function, Function]:
+    """The kernels that plan and that work, for a layer of `experts`."""
     types = {"PW_BF16": int(bf16), "PW_TABLE_BF16": int(table_bf16)}
     defines = types | {"PW_TABLE_BYTES": WIDE_TABLE}
     module = Module(machine_code("prefill.cu", defines, device.capability))
@@ -45,6 +46,6 @@ def launch_prefill(
 ) -> None:
     """Queue one call of at most `most_tokens` tokens, in the device's context."""
     params.pairs_at = 4 + 5 * most_wide_blocks(params.tokens * params.top_k, shape.experts)
-    plan, prefill = _functions(device, bf16, table_bf16, shape.experts)
+    plan, prefill = load_prefill(device, bf16, table_bf16, shape.experts)
     launch(plan, 1, PLANNERS * 32, stream, params)
     launch(prefill, device.processors, WIDE_WARPS * 32, stream, params)

@@ -71,10 +71,20 @@ def most_blocks(pairs: int, experts: int) -> int:
     return min(pairs, experts) + pairs // BLOCK_TOKENS
 
 
+def pairs_at(pairs: int, experts: int) -> int:
+    """Bytes of decode's plan before its pairs: each block, and its place in two orders."""
+    return most_blocks(pairs, experts) * 8
+
+
+def plan_bytes(pairs: int, experts: int) -> int:
+    """Bytes of decode's plan, without its head."""
+    return pairs_at(pairs, experts) + pairs * 2
+
+
 def most_pairs(experts: int) -> int:
     """Routed (token, choice) pairs of one launch: each thread block keeps their plan."""
     room = PLAN - Build(16).head
-    return max(n for n in range(room // 2) if most_blocks(n, experts) * 4 + n * 2 <= room)
+    return max(n for n in range(room // 2) if plan_bytes(n, experts) <= room)
 
 
 def choose_build(device: Device) -> Build:
@@ -100,13 +110,19 @@ def most_wide_blocks(pairs: int, experts: int) -> int:
     return min(pairs, experts) + pairs // WIDE_BLOCK_TOKENS
 
 
+def has_prefill(device: Device) -> bool:
+    """Whether prefill's thread block fits."""
+    return prefill_shared_bytes(device) <= device.shared_limit
+
+
 def is_prefill(shape: LayerShape, tokens: int, top_k: int, device: Device) -> bool:
-    """Whether a call is for prefill: where decode would read weights more than once, or plan more
-    pairs than it can. A GPU without room for prefill's thread block decodes in slices."""
-    if prefill_shared_bytes(device) > device.shared_limit:
+    """Whether a call is for prefill: where decode would read weights several times, because experts
+    have many tokens or because it needs many launches. A GPU without room for prefill's thread
+    block decodes whatever comes."""
+    if not has_prefill(device):
         return False
     pairs = tokens * top_k
-    return pairs > most_pairs(shape.experts) or pairs > BLOCK_TOKENS * CROSSOVER * shape.experts
+    return pairs > 2 * most_pairs(shape.experts) or pairs > BLOCK_TOKENS * CROSSOVER * shape.experts
 
 
 CROSSOVER = 1.5

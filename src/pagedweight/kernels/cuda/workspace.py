@@ -22,6 +22,9 @@ class Workspace:
         """Address of `size` bytes, aligned to 256."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
+            if zeroed and torch.cuda.is_current_stream_capturing():
+                # The zeros would be written by replays of this graph, and by nothing before them.
+                raise RuntimeError("the CUDA kernel's first call must not be in a graph capture")
             if buffer is not None:
                 self._outgrown.append(buffer)
             make = torch.zeros if zeroed else torch.empty

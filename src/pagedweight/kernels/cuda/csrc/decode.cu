@@ -38,6 +38,8 @@ PW_INLINE Plan plan_of(const Params& p) {
   Plan plan;
   plan.blocks = (Block*)(&head() + 1);
   plan.pairs = (u16*)((unsigned char*)plan.blocks + p.pairs_at);
+  plan.most = p.pairs_at / 8;  // 4 bytes a block, and twice 2 for the orders
+  plan.order = (u16*)(plan.blocks + plan.most);
   plan.block_count = &head().block_count;
   return plan;
 }
@@ -319,6 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (shared_address(memory) != WINDOW) __trap();  // addresses are laid out behind it
   const Plan plan = plan_of(p);
   make_plan(p, plan, memory_at(TABLES_AT), THREADS);
+  order_blocks(p, plan, memory_at(TABLES_AT), THREADS);
   if (threadIdx.x < 2) head().phase[threadIdx.x] = phase_of(p, threadIdx.x, *plan.block_count);
   if (threadIdx.x < WARPS) head().board[0][threadIdx.x] = head().board[1][threadIdx.x] = 1;
   __syncthreads();

@@ -47,6 +47,8 @@ struct Block {
 struct Plan {
   u16* pairs;     // token * top_k + choice, sorted by expert, then ascending
   Block* blocks;  // ascending by expert
+  u16* order;     // [phase][most]: blocks in the order in which their units are claimed
+  int most;       // blocks that there is room for
   int* block_count;
 };
 
@@ -115,6 +117,42 @@ PW_INLINE void make_plan(const Params& p, const Plan& plan, unsigned char* scrat
 }
 
 PW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Blocks of tokens by the bits of their weights, in the order of gate_up and of down: warps that are
+// busy at the same time then run the same code, which the instruction cache holds, whatever the
+// plan of precisions. Down keeps gate_up's order among equals, so that what it waits for comes
+// first. All threads; `scratch`: 8 bytes a block and 64 more. A few blocks stay as they are.
+const int FEW_BLOCKS = 8;
+PW_INLINE void order_blocks(const Params& p, const Plan& plan, unsigned char* scratch,
+                            int threads) {
+  const int blocks = *plan.block_count;
+  u32* count = (u32*)scratch;  // by bits
+  u16* id = (u16*)(count + 16);
+  u16* rank = id + blocks;
+  u16* down_bits = rank + blocks;
+  for (int b = threadIdx.x; b < blocks; b += threads) {
+    plan.order[b] = plan.order[plan.most + b] = (u16)b;
+    if (blocks > FEW_BLOCKS) {
+      id[b] = (u16)p.bits[plan.blocks[b].expert() * 2];
+      down_bits[b] = (u16)p.bits[plan.blocks[b].expert() * 2 + 1];
+    }
+  }
+  for (int phase = 0; phase < 2 && blocks > FEW_BLOCKS; ++phase) {
+    if (threadIdx.x < 16) count[threadIdx.x] = 0;
+    __syncthreads();
+    if (phase == 1)
+      for (int i = threadIdx.x; i < blocks; i += threads) id[i] = down_bits[plan.order[i]];
+    __syncthreads();
+    if (threadIdx.x < 32) rank_pairs(blocks, id, rank, count, threadIdx.x);
+    __syncthreads();
+    for (int i = threadIdx.x; i < blocks; i += threads) {
+      int at = rank[i];
+      for (int bits = 0; bits < id[i]; ++bits) at += count[bits];
+      plan.order[phase * plan.most + at] = phase ? plan.order[i] : (u16)i;
+    }
+    __syncthreads();
+  }
+}
 
 // A unit of work is a pair of row tiles for one block of tokens: gate i and up i, or down's 2i and
 // 2i + 1. Units are claimed in order: gate_up of every block of tokens, then down.

@@ -36,8 +36,9 @@ __device__ __noinline__ Task task_of(const Params& p, const Plan& plan, const Ph
                                      int index, int lane) {
   Task t;
   t.phase = phase;
-  t.block = f.units == 1 ? index : __umulhi(index, f.reciprocal);
-  t.unit = index - t.block * f.units;
+  const int place = f.units == 1 ? index : __umulhi(index, f.reciprocal);
+  t.block = plan.order[phase * plan.most + place];
+  t.unit = index - place * f.units;
   const int row = plan.blocks[t.block].expert() * 2 + phase;
   const u64* at = lane < 8 ? p.planes + row * 8 + lane : p.tables + row;
   t.row = lane == 9 ? (u64)p.bits[row] : *at;
