@@ -98,12 +98,11 @@ def quantize(text: str) -> Path:
 
 def command(*arguments: object) -> None:
     """Run `pagedweight` as a user would, and say so."""
-    words = [str(word) for word in arguments]
-    shown = [word.replace(f"{ROOT}/", "") for word in words]
-    console.print(f"[dim]$ pagedweight {' '.join(shown)}[/]")
+    words = [str(word).removeprefix(f"{ROOT}/") for word in arguments]
+    console.print(f"[dim]$ pagedweight {' '.join(words)}[/]")
     called = [sys.executable, "-m", "pagedweight.cli.main", *words]
     if subprocess.run(called, cwd=ROOT).returncode:
-        sys.exit(f"pagedweight {shown[0]} failed")
+        sys.exit(f"pagedweight {words[0]} failed")
 
 
 def trial_of(checkpoint: Path, text: str) -> Trial:

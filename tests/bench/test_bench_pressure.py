@@ -25,7 +25,7 @@ POLICY = {
 def test_bits_give_way_to_a_burst_and_nobody_is_lost(tiny_quantized, tmp_path, capsys):
     policy, output = tmp_path / "policy.json", tmp_path / "pressure.json"
     policy.write_text(json.dumps(POLICY))
-    phases = ("calm:1:2", "burst:1:14", "calm:4:0.5")
+    phases = ("calm:1:3", "burst:1:30", "calm:4:1")
     pressure.main(
         [
             str(tiny_quantized), "--memory", "20.5MiB", "--policies", "paged", "--policy",

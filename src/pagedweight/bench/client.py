@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ class Answer:
 
 def ask_all(url: str, model: Path, asks: Sequence[Ask]) -> list[Answer]:
     """Send every request at its time, greedy and without an early end; wait for all answers."""
-    from vllm.benchmarks.datasets import SampleRequest
-    from vllm.benchmarks.serve import TaskType, benchmark
+    with _quietly():
+        from vllm.benchmarks.datasets import SampleRequest
+        from vllm.benchmarks.serve import TaskType, benchmark
 
     requests = [
         SampleRequest(
@@ -92,6 +94,17 @@ def ask_all(url: str, model: Path, asks: Sequence[Ask]) -> list[Answer]:
     with redirect_stdout(io.StringIO()):
         found = asyncio.run(run)
     return [answer_of(ask, found, number) for number, ask in enumerate(asks)]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """vLLM warns of what it lacks while it is imported; the client misses none of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def answer_of(ask: Ask, found: dict[str, Any], number: int) -> Answer:

@@ -31,11 +31,12 @@ from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import Timeline
 from pagedweight.serving.options import parse_bytes
 
-PHASES = ("calm:10:1", "burst:25:8", "calm:25:1")
+PHASES = ("calm:6:1", "burst:6:16", "calm:10:1")
 POLICIES = ("static6", "static4", "static3", "paged")
 PREEMPTIONS = "vllm:num_preemptions_total"
 WARM_UP = Load((Phase("warm-up", 4.0, 1.5),), (64, 64), (16, 16), seed=1)
 SETTLE_SECONDS = 2.0
+CHANGES_SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ATTENTION_BACKEND")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[st
     return {
         "question": "cost of a load that outgrows the memory, at fixed and at paged bits",
         "command": shlex.join(command),
-        "machine": machine() | {"load_before": round(os.getloadavg()[0], 1)},
+        "environment": {n: v for n, v in os.environ.items() if n in CHANGES_SPEED},
+        "machine": machine() | {"load_after": round(os.getloadavg()[0], 1)},
         "checkpoint": trial.checkpoint.name,
         "memory_bytes": trial.memory,
         "load": {
@@ -167,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--policy", type=Path, help="policy file of paged")
     add("--phases", nargs="+", default=PHASES, help="NAME:SECONDS:RATE[:PROMPT[:OUTPUT]]")
     add("--peak", default="burst", help="the phase that is measured by itself")
-    add("--prompt-tokens", default="64-192")
+    add("--prompt-tokens", default="96-256")
     add("--output-tokens", default="128-256")
     add("--text", help="where prompts come from (default: the texts of Python's help())")
     add("--seed", type=int, default=0)
@@ -220,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     from pagedweight.bench.record import write_record
 
-    shown = ["pagedweight", "bench", "pressure", *(Path(a).name if "/" in a else a for a in given)]
+    own = [Path(word).name if word.startswith("/") else word for word in given]
+    shown = ["pagedweight", "bench", "pressure", *own]
     write_record(options.output, record(trial, runs, shown))
     lost = [run.name for run in runs if run.outcome.lost]
     if lost:
