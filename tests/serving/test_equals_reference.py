@@ -17,9 +17,9 @@ TOKENS = 24
 SUBJECTS = ("The river", "A small town", "In 1912 the company", "def parse(", "The theorem")
 ENDINGS = ("", " was first", " and the", " in the north of")
 PROMPTS = [subject + ending for subject in SUBJECTS for ending in ENDINGS]
-MEAN_TOLERANCE, MOST_TOLERANCE = 0.05, 0.4
+MEAN_TOLERANCE, MOST_TOLERANCE = 0.06, 0.6
 """Of log-probabilities in bfloat16, over all prompt tokens: both engines round at every layer, in
-their own order of additions; measured 0.006 and 0.08."""
+their own order of additions, and a logit of 16 has steps of 0.06; measured 0.035 and 0.36."""
 
 
 def _options(bits: int | None, plan) -> ServeOptions:
