@@ -18,13 +18,14 @@ MEMORY = 24 << 20
 INSIDE = "--inside"
 
 
+@pytest.mark.timeout(1100)
 def test_in_a_process_of_its_own(tiny_quantized, tmp_path):
     """Runs every `inside_*` of this file; their names are in the output when one fails."""
     ended = subprocess.run(
         [sys.executable, __file__, str(tiny_quantized), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1000,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     passed = [line for line in ended.stdout.splitlines() if line.startswith("passed")]

@@ -10,7 +10,7 @@ from pagedweight.runtime.timeline import Timeline
 from pagedweight.serving.launch import SCHEDULER, WORKER
 from pagedweight.serving.options import ServeOptions
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1100)]
 MEMORY = 12 << 20
 """For each rank: half of each expert."""
 

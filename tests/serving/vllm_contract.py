@@ -103,6 +103,14 @@ CONTRACT = (
     Uses("vllm/v1/worker/gpu_worker.py", "Worker.sample_tokens"),
     Uses("vllm/v1/worker/gpu_worker.py", "Worker.initialize_from_config"),
     Uses("vllm/distributed/parallel_state.py", "get_tp_group"),
+    Uses("vllm/benchmarks/datasets/datasets.py", "SampleRequest.timestamp"),
+    Uses("vllm/benchmarks/datasets/__init__.py", "SampleRequest"),
+    Uses(
+        "vllm/benchmarks/serve.py",
+        "benchmark",
+        ("input_requests", "self_timed", "ignore_eos", "extra_body", "ready_check_timeout_sec"),
+    ),
+    Uses("vllm/benchmarks/serve.py", "TaskType"),
 )
 
 
