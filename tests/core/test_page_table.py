@@ -97,6 +97,20 @@ def test_reload_raises_q_after_pages_came() -> None:
     table.check_integrity()
 
 
+def test_slots_are_counted_by_state_kind_and_level() -> None:
+    table, rng = table_at(4), np.random.default_rng(0)
+    table.plane_states[:] = rng.integers(0, 3, table.plane_states.shape)
+    table.table_states[:] = rng.integers(0, 3, table.table_states.shape)
+    for rows in (None, np.array([7]), np.array([0, 3, 4, 11]), np.empty(0, np.int64)):
+        wanted = np.zeros((3, 2, 1 + len(LEVELS)), np.int64)
+        for row in range(table.rows) if rows is None else rows.tolist():
+            for state in table.plane_states[row].tolist():
+                wanted[state, row % 2, 0] += 1
+            for level, state in enumerate(table.table_states[row].tolist()):
+                wanted[state, row % 2, 1 + level] += 1
+        assert table.count_slots(rows).tolist() == wanted.tolist()
+
+
 def test_stale_completions_change_nothing() -> None:
     table = table_at(3)
     old = table.begin_reload([0], 5)

@@ -90,13 +90,16 @@ class WeightPageTable:
         int64 [states, kinds, 1 + levels]: column 0 counts planes, the others tables by level.
         """
         pick = np.arange(self.rows) if rows is None else rows
-        out = np.zeros((len(PageState), len(KINDS), 1 + len(self.sizes.levels)), np.int64)
-        for kind in range(len(KINDS)):
-            of_kind = pick[pick % len(KINDS) == kind]
-            planes, tables = self.plane_states[of_kind], self.table_states[of_kind]
-            for state in PageState:
-                out[state, kind, 0] = np.count_nonzero(planes == state)
-                out[state, kind, 1:] = np.count_nonzero(tables == state, axis=0)
+        states, kinds, levels = len(PageState), len(KINDS), len(self.sizes.levels)
+        kind = (pick % kinds)[:, None] * states
+        planes = np.bincount((self.plane_states[pick] + kind).ravel(), minlength=kinds * states)
+        of_level = np.arange(levels) * (kinds * states)
+        tables = np.bincount(
+            (self.table_states[pick] + kind + of_level).ravel(), minlength=levels * kinds * states
+        )
+        out = np.empty((states, kinds, 1 + levels), np.int64)
+        out[:, :, 0] = planes.reshape(kinds, states).T
+        out[:, :, 1:] = tables.reshape(levels, kinds, states).transpose(2, 1, 0)
         return out
 
     def device_bytes_by_row(self) -> IntArray:
