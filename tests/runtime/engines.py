@@ -115,6 +115,10 @@ class Engine:
         self.controller.table.check_integrity()
         usable = set(self.controller.granules.having(GranuleState.USABLE))
         assert usable == set(range(self.controller.granules.states.size)) - self.blocks.parked
+        ledger = self.controller.granules
+        for state in GranuleState:
+            counted = int((ledger.states == state).sum())
+            assert ledger.count(state) == len(ledger.having(state)) == counted
         for rank in self.ranks:
             assert usable <= set(rank.worker.kv.backed)
             fault, rank.device.fault = rank.device.fault, fail_at()

@@ -97,6 +97,8 @@ class Backing:
 
         Raises the first Transient after having tried all; what could not go stays surplus.
         """
+        if not self._surplus:
+            return 0
         fences = {id(fence): fence for fence in self._surplus.values()}  # shared by many pages
         passed = {key for key, fence in fences.items() if fence.done()}
         ready = sorted(index for index, fence in self._surplus.items() if id(fence) in passed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
@@ -23,4 +23,4 @@ class Counters:
     """Copies that came in for a batch given up in the meantime."""
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        return dict(vars(self))

@@ -126,7 +126,8 @@ class Dispatcher:
     def stay(self) -> None:
         """Rows that only wait to be raised are content with the bits they have."""
         rows = self._waiting(lowers=False)
-        self.table.set_desired(rows, self.table.committed_bits[rows])
+        if len(rows):
+            self.table.set_desired(rows, self.table.committed_bits[rows])
 
     def aborts(self) -> tuple[int, ...]:
         """Batches that the ranks must give up: failed somewhere, or raising what is to stay low."""
@@ -196,6 +197,8 @@ class Dispatcher:
         The second number is negative when rows had to wait: the pages that they lack.
         """
         rows = self._waiting(lowers=False)
+        if not len(rows):
+            return (), 0
         need = self._pages_to_raise(rows)
         while len(rows) and self._pages_to_raise(rows) > pages:
             rows = rows[: len(rows) // 2]
@@ -210,6 +213,8 @@ class Dispatcher:
         away = table.desired_bits < table.committed_bits
         if not lowers:
             away = table.desired_bits > table.committed_bits
+        if not away.any():
+            return np.empty(0, np.int64)
         free = (table.moving == Moving.NONE) & (table.goal_bits == table.committed_bits)
         rows: IntArray = np.flatnonzero(away & free).astype(np.int64)
         return rows

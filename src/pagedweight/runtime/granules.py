@@ -54,13 +54,15 @@ class GranuleLedger:
         self.states = np.full(count, GranuleState.PARKED, np.uint8)
         self.states[list(usable)] = GranuleState.USABLE
         self._since = np.zeros(count, np.int64)
+        # Asked for many times a step, and mostly 0.
+        self._tally = np.bincount(self.states, minlength=len(GranuleState)).tolist()
 
     def count(self, state: GranuleState) -> int:
-        return int(np.count_nonzero(self.states == state))
+        return self._tally[state]
 
     def having(self, state: GranuleState) -> list[int]:
         """Granules in `state`, ascending."""
-        return [int(g) for g in np.flatnonzero(self.states == state)]
+        return np.flatnonzero(self.states == state).tolist() if self._tally[state] else []
 
     @property
     def in_transit(self) -> bool:
@@ -78,9 +80,10 @@ class GranuleLedger:
 
     def wish(self, count: int, step: int) -> tuple[int, ...]:
         """Want `count` more granules in all; the ranks are asked again until they have them."""
-        growing = self.having(GranuleState.GROWING)
-        for granule in self.having(GranuleState.PARKED)[: max(0, count - len(growing))]:
-            self._set(granule, GranuleState.GROWING, step)
+        more = count - self.count(GranuleState.GROWING)
+        if more > 0:
+            for granule in self.having(GranuleState.PARKED)[:more]:
+                self._set(granule, GranuleState.GROWING, step)
         return tuple(self.having(GranuleState.GROWING)[:count])
 
     def keep(self, count: int, step: int) -> None:
@@ -111,5 +114,7 @@ class GranuleLedger:
                 self._set(granule, GranuleState.PARKED, report.step)
 
     def _set(self, granule: int, state: GranuleState, step: int) -> None:
+        self._tally[self.states[granule]] -= 1
+        self._tally[state] += 1
         self.states[granule] = state
         self._since[granule] = step

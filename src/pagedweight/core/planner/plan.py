@@ -97,4 +97,5 @@ class Plan:
 
     def apply(self, table: WeightPageTable) -> None:
         """Write d_i of the plan's rows into `table`."""
-        table.set_desired(self.rows, self.to_bits)
+        if len(self.rows):
+            table.set_desired(self.rows, self.to_bits)
