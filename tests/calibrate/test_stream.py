@@ -52,6 +52,31 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
          "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 8,
          "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "intermediate_size": 40, "first_k_dense_replace": 1, "n_shared_experts": 2,
+         "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8,
+         "qk_rope_head_dim": 8, "v_head_dim": 8, "topk_method": "group_limited_greedy",
+         "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "intermediate_size": 40, "first_k_dense_replace": 1, "n_shared_experts": 1,
+         "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8,
+         "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 3, "topk_group": 2},
+    ),
+    "phimoe": (
+        "Phimoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24,
+         "attention_bias": True, "lm_head_bias": True},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24,
+         "embedding_multiplier": 12.0, "residual_multiplier": 0.3, "tie_word_embeddings": True},
+    ),
 }  # fmt: skip
 
 
@@ -60,10 +85,10 @@ def saved_model(name: str, folder: Path) -> Any:
     family, special = CONFIGS[name]
     torch.manual_seed(0)
     if name == "gemma4":
-        config = transformers.Gemma4TextConfig(**COMMON, **special)
+        config = transformers.Gemma4TextConfig(**{**COMMON, **special})
         model = transformers.Gemma4ForCausalLM(config)
     else:
-        config = getattr(transformers, f"{family}Config")(**COMMON, **special)
+        config = getattr(transformers, f"{family}Config")(**{**COMMON, **special})
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and scales too: none may go unnoticed
@@ -71,6 +96,8 @@ def saved_model(name: str, folder: Path) -> Any:
         for key, stored in model.state_dict().items():
             if key.endswith("layer_scalar"):
                 stored.fill_(0.7)
+            if key.endswith("e_score_correction_bias"):
+                stored.normal_()
     model.save_pretrained(folder)
     return model.eval()
 

@@ -3,8 +3,9 @@
 transformers builds the text model without weights. Every decoder layer but the current one passes
 its input on, so the model's own forward prepares masks, positions and whatever else an architecture
 hands to its layers, and only the current layer computes: it starts from the activations that the
-layers before it left in the buffer. Everything is float32, and experts add to a token in the order
-of their numbers, so that a run repeats to the bit.
+layers before it left in the buffer, whatever the model does to embeddings on their way in.
+Everything is float32, and experts add to a token in the order of their numbers, so that a run
+repeats to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from pagedweight.calibrate.buffer import ActivationBuffer
 from pagedweight.calibrate.moments import LayerMoments, MomentSums
-from pagedweight.checkpoint.names import PREFIXES, text_config
+from pagedweight.checkpoint.names import text_config
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.errors import CheckpointError
 
@@ -30,9 +31,6 @@ ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
-RENAMED = {"block_sparse_moe.": "mlp."}
-"""Names in published checkpoints to names of transformers' modules, below `layers.N.`."""
-
 LINKS_LAYERS = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 """Config keys of models whose layers take more than their predecessor's output."""
 
@@ -45,6 +43,7 @@ class StreamedModel:
         self.device = device
         self.model = _build(source)
         self._layer = -1
+        self._input = torch.empty(0)
         for number, layer in enumerate(self.model.layers):
             layer.forward = self._run_or_pass(number, layer.forward)
         self.model.norm = torch.nn.Identity()  # only the layers count
@@ -78,8 +77,8 @@ class StreamedModel:
     def embed(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
         """The first layer's input [T, H] for each of tokens, int64 [sequences, T].
 
-        Holds the table in the source's type; the model's module (which may scale) gets the rows of
-        the tokens that occur.
+        Holds the table in the source's type; the model's module (which may scale, as may the model)
+        gets the rows of the tokens that occur.
         """
         module = self.model.embed_tokens
         used, row = tokens.unique(return_inverse=True)
@@ -87,20 +86,20 @@ class StreamedModel:
         module.padding_idx = None  # matters to gradients only, and counts rows that are not here
         module.weight = torch.nn.Parameter(table.to(self.device, torch.float32), False)
         for ids in row:
-            yield module(ids.to(self.device))
+            yield self.run(module(ids.to(self.device)))  # no layer is loaded: all pass it on
         module.to("meta")
 
     @torch.inference_mode()
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
         """The loaded layer's output [T, H] for the input `hidden` [T, H] of one sequence."""
-        given = hidden[None].to(self.device)
-        return self.model(inputs_embeds=given, use_cache=False).last_hidden_state[0]
+        self._input = hidden[None].to(self.device)
+        return self.model(inputs_embeds=self._input, use_cache=False).last_hidden_state[0]
 
     def _run_or_pass(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run_or_pass(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if number != self._layer:
                 return hidden_states
-            return forward(hidden_states, *args, **kwargs)
+            return forward(self._input, *args, **kwargs)
 
         return run_or_pass
 
@@ -242,14 +241,7 @@ def _experts_module(layer: torch.nn.Module) -> Any:
 
 def _names_below(source: SourceCheckpoint) -> dict[str, str]:
     """Tensor names as the text model knows them (`layers.0...`) to names in the source."""
-    known = {}
-    for name in source.plain_names():
-        prefix = max((p for p in PREFIXES if name.startswith(p)), key=len)
-        below = name[len(prefix) :]
-        for published, own in RENAMED.items():
-            below = below.replace(published, own)
-        known[below] = name
-    return known
+    return {source.architecture.below_layers(name): name for name in source.plain_names()}
 
 
 def context_length(source: SourceCheckpoint) -> int | None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from pagedweight.checkpoint.names import LOOKS_LIKE_EXPERT, NEVER, Architecture, ExpertTensor
+from pagedweight.checkpoint.names import (
+    LOOKS_LIKE_EXPERT,
+    NEVER,
+    Architecture,
+    ExpertTensor,
+    ModelFacts,
+)
 from pagedweight.checkpoint.tensorfile import TensorFile
 from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import CheckpointError, listing
@@ -37,13 +43,11 @@ class ExpertIndex:
 
 
 def index_experts(
-    architecture: Architecture,
-    shape: LayerShape,
-    moe_layers: tuple[int, ...],
-    files: Mapping[str, TensorFile],
+    architecture: Architecture, facts: ModelFacts, files: Mapping[str, TensorFile]
 ) -> ExpertIndex:
     """Find every expert tensor; raises CheckpointError naming layer, expert and tensor."""
-    by_place = _places(architecture, files)
+    shape, moe_layers = facts.shape, facts.moe_layers
+    by_place = _places(architecture, facts.prediction_layers, files)
     fused = _one_layout(architecture, by_place)
     wanted = set(_wanted(shape, moe_layers, fused))
     _complete(wanted, by_place, shape, moe_layers)
@@ -68,7 +72,9 @@ def index_experts(
     )
 
 
-def _places(architecture: Architecture, names: Iterable[str]) -> dict[ExpertTensor, str]:
+def _places(
+    architecture: Architecture, left_out: Container[int], names: Iterable[str]
+) -> dict[ExpertTensor, str]:
     by_place: dict[ExpertTensor, str] = {}
     unknown = []
     for name in names:
@@ -76,6 +82,8 @@ def _places(architecture: Architecture, names: Iterable[str]) -> dict[ExpertTens
         if place is None:
             if LOOKS_LIKE_EXPERT.search(name) and not NEVER.search(name):
                 unknown.append(name)
+        elif place.layer in left_out:
+            continue
         elif place in by_place:
             raise CheckpointError(f"{by_place[place]} and {name} are the same expert's weights")
         else:

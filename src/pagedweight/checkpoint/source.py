@@ -67,29 +67,21 @@ class SourceCheckpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; download the checkpoint first")
         config = read_json(folder / "config.json")
-        _refuse_quantized(folder, config)
         architecture = names.architecture_of(config)
-        text = names.text_config(config)
-        shape = LayerShape(
-            experts=_positive(text, architecture.experts),
-            hidden=_positive(text, architecture.hidden),
-            intermediate=_positive(text, architecture.intermediate),
-        )
-        moe_layers = architecture.moe_layers(text)
-        if not moe_layers:
-            raise CheckpointError(f"{folder} has no layer with routed experts by its config.json")
+        _refuse_quantized(folder, config)
+        facts = architecture.facts(config)
         files = open_shards(folder)
-        experts = index_experts(architecture, shape, moe_layers, files)
+        experts = index_experts(architecture, facts, files)
         source = SourceCheckpoint(
             path=folder,
             config=config,
             architecture=architecture,
-            shape=shape,
-            moe_layers=moe_layers,
-            num_hidden_layers=_positive(text, ("num_hidden_layers",)),
-            activation=_activation(text, architecture),
-            top_k=_positive(text, architecture.top_k),
-            tied=_tied(config, text, architecture),
+            shape=facts.shape,
+            moe_layers=facts.moe_layers,
+            num_hidden_layers=facts.num_hidden_layers,
+            activation=facts.activation,
+            top_k=facts.top_k,
+            tied=facts.tied,
             dtype=TORCH_DTYPES[experts.dtype],
             files=files,
             experts=experts,
@@ -229,31 +221,3 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder} is already quantized ({method}); start from the unquantized checkpoint"
         )
-
-
-def _positive(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    found = names.value(config, keys)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise CheckpointError(
-            f"config.json: {' or '.join(keys)} is {found!r}, not a positive count"
-        )
-    return found
-
-
-def _activation(config: Mapping[str, Any], architecture: names.Architecture) -> str:
-    found = names.value(config, architecture.activation)
-    if found not in names.ACTIVATIONS:
-        raise CheckpointError(
-            f"config.json: the experts' activation {found!r} is not supported; "
-            f"supported are {listing(names.ACTIVATIONS)}"
-        )
-    return names.ACTIVATIONS[found]
-
-
-def _tied(
-    config: Mapping[str, Any], text: Mapping[str, Any], architecture: names.Architecture
-) -> bool:
-    for place in (config, text):
-        if isinstance(place.get("tie_word_embeddings"), bool):
-            return bool(place["tie_word_embeddings"])
-    return architecture.tied
