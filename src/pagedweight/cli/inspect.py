@@ -1,4 +1,4 @@
-"""`pagedweight inspect`: what a checkpoint holds and whether it is whole."""
+"""`pagedweight inspect`: what a checkpoint holds and whether it is whole, or what one will take."""
 
 from __future__ import annotations
 
@@ -8,25 +8,70 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagedweight.cli.sizes import size
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pagedweight.checkpoint.reader import Checkpoint
 
+_FORECAST = "Before there is a checkpoint"
+
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="OUT", help="A quantized checkpoint's folder.")],
+    path: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="A quantized checkpoint's folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every file and compare its checksum.")
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A config.json instead of a checkpoint: what will it take?",
+            rich_help_panel=_FORECAST,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory for everything, for example 24GiB.", rich_help_panel=_FORECAST
+        ),
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the budget, what neither weights nor KV get (default: 8%).",
+            rich_help_panel=_FORECAST,
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Bits of every linear block.", rich_help_panel=_FORECAST),
+    ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Choose bits for the budget.", rich_help_panel=_FORECAST),
+    ] = False,
 ) -> None:
-    """Show blocks, bytes at every precision, calibration coverage, tables and checks."""
+    """Show what a checkpoint holds and whether it is whole; or what a model will take."""
     from rich.console import Console
 
     from pagedweight.checkpoint.reader import Checkpoint
     from pagedweight.checkpoint.summary import summarize
+    from pagedweight.errors import UserError
 
+    if config is not None:
+        if path is not None or verify:
+            raise UserError("--config does not go with OUT and --verify: nothing is there yet")
+        return _forecast(config, budget, reserve, bits, plan, as_json)
+    if path is None:
+        raise UserError("nothing to inspect: give OUT, or --config with a config.json")
+    if plan or (budget, reserve, bits) != (None,) * 3:
+        raise UserError(
+            "--budget, --reserve, --bits and --plan go with --config; the config.json of OUT does"
+        )
     checkpoint = Checkpoint.open(path)
     summary = summarize(checkpoint)
     summary["checks"] = {"structure": "passed", "checksums": "not asked (--verify)"}
@@ -37,6 +82,25 @@ def command(
         print(json.dumps(summary, indent=1))
     else:
         _show(summary, Console(highlight=False))
+
+
+def _forecast(
+    config: Path,
+    budget: str | None,
+    reserve: str | None,
+    bits: int | None,
+    plan: bool,
+    as_json: bool,
+) -> None:
+    from rich.console import Console
+
+    from pagedweight.cli.inspect_config import forecast_report, show_forecast
+
+    report = forecast_report(config, budget, reserve, bits, plan)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        show_forecast(report, Console(highlight=False))
 
 
 def _verify(checkpoint: Checkpoint, console: Console) -> None:
@@ -58,7 +122,7 @@ def _show(summary: dict[str, Any], console: Console) -> None:
     layers, calibration, files = summary["moe_layers"], summary["calibration"], summary["files"]
     console.print(
         f"[bold]{summary['path']}[/bold]: {summary['architecture']}, "
-        f"from {summary['source'].get('name')} ({_size(summary['source'].get('bytes', 0))})"
+        f"from {summary['source'].get('name')} ({size(summary['source'].get('bytes', 0))})"
     )
     console.print(
         f"{summary['linear_blocks']:,} linear blocks: {len(layers)} MoE layers of "
@@ -69,12 +133,12 @@ def _show(summary: dict[str, Any], console: Console) -> None:
         console.print(
             f"  {kind}: {block['rows']} x {block['cols']} "
             f"(padded {block['padded_rows']} x {block['padded_cols']}), "
-            f"a plane is {_size(block['plane_bytes'])}"
+            f"a plane is {size(block['plane_bytes'])}"
         )
     console.print(_levels(summary))
     console.print(
-        f"on disk: {files['count']} files, {_size(files['bytes'])}; experts at all levels "
-        f"{_size(files['expert_bytes'])}, everything else {_size(files['plain_bytes'])}"
+        f"on disk: {files['count']} files, {size(files['bytes'])}; experts at all levels "
+        f"{size(files['expert_bytes'])}, everything else {size(files['plain_bytes'])}"
     )
     _show_calibration(calibration, summary["experts"], console)
     checks = summary["checks"]
@@ -90,9 +154,9 @@ def _levels(summary: dict[str, Any]) -> Any:
     for level in summary["levels"]:
         table.add_row(
             str(level["bits"]),
-            _size(level["plane_bytes"]),
-            _size(level["table_bytes"]),
-            _size(level["bytes"]),
+            size(level["plane_bytes"]),
+            size(level["table_bytes"]),
+            size(level["bytes"]),
             f"{100 * level['table_bytes'] / level['bytes']:.1f}",
             f"{level['bits_per_weight']:.3f}",
         )
@@ -119,13 +183,3 @@ def _show_calibration(calibration: dict[str, Any], experts: int, console: Consol
         f"(layer/expert): {shown}{more}; least covered is layer {least['layer']} with "
         f"{least['seen']} of {experts}[/yellow]"
     )
-
-
-def _size(count: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
