@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-import published
+import whole_configs
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.checkpoint.summary import summarize
@@ -72,9 +72,9 @@ def test_lab_moe_is_what_was_measured_on_the_quantized_one(lab_moe, capsys):
 @pytest.mark.parametrize(
     ("config", "blocks", "planes", "down_bits", "block_mib"),
     [
-        (published.QWEN15_MOE, 2880, (0.69, 0.34), (0.386, 0.523, 0.670, 0.841), 3.0),
-        (published.MIXTRAL, 512, (14.0, 7.0), (0.376, 0.502, 0.629, 0.759), 2.0),
-        (published.GEMMA4, 7680, (0.47, 0.24), (0.398, 0.545, 0.716, 0.932), 3.4375),
+        (whole_configs.QWEN15_MOE, 2880, (0.69, 0.34), (0.386, 0.523, 0.670, 0.841), 3.0),
+        (whole_configs.MIXTRAL, 512, (14.0, 7.0), (0.376, 0.502, 0.629, 0.759), 2.0),
+        (whole_configs.GEMMA4, 7680, (0.47, 0.24), (0.398, 0.545, 0.716, 0.932), 3.4375),
     ],
     ids=["Qwen1.5-MoE", "Mixtral", "Gemma-4"],
 )
@@ -93,10 +93,10 @@ def test_published_models(config, blocks, planes, down_bits, block_mib):
 @pytest.mark.parametrize(
     ("config", "billions"),
     [
-        (published.QWEN15_MOE, 14.3),
-        (published.MIXTRAL, 46.7),
-        (published.GEMMA4, 25.2),
-        (published.DEEPSEEK_V2_LITE, 15.7),
+        (whole_configs.QWEN15_MOE, 14.3),
+        (whole_configs.MIXTRAL, 46.7),
+        (whole_configs.GEMMA4, 25.2),
+        (whole_configs.DEEPSEEK_V2_LITE, 15.7),
     ],
     ids=["Qwen1.5-MoE", "Mixtral", "Gemma-4", "DeepSeek-V2-Lite"],
 )
@@ -108,10 +108,10 @@ def test_parameters_are_as_many_as_published(config, billions):
 
 
 def test_kv_by_kind_of_attention():
-    latent = Forecast.of(published.DEEPSEEK_V2_LITE, Question())
+    latent = Forecast.of(whole_configs.DEEPSEEK_V2_LITE, Question())
     assert latent.token_bytes == 27 * (512 + 64) * 2
     assert latent.one_size
-    sliding = Forecast.of(published.GEMMA4, Question())
+    sliding = Forecast.of(whole_configs.GEMMA4, Question())
     assert sliding.lasting_token_bytes == 5 * 2 * 2 * 512 * 2
     assert sliding.token_bytes == sliding.lasting_token_bytes + 25 * 2 * 8 * 256 * 2
     assert not sliding.one_size
@@ -132,14 +132,14 @@ def test_a_division_is_the_runtime_s_own(tiny_quantized):
 @pytest.mark.parametrize("reserve", [None, 2 * GIB])
 def test_the_least_budget_is_enough_and_hardly_more_than_enough(reserve):
     for bits in (2, 6):
-        least = Forecast.of(published.MIXTRAL, Question(GIB, reserve)).least_budget(bits)
-        assert Forecast.of(published.MIXTRAL, Question(least, reserve)).at(bits) is not None
+        least = Forecast.of(whole_configs.MIXTRAL, Question(GIB, reserve)).least_budget(bits)
+        assert Forecast.of(whole_configs.MIXTRAL, Question(least, reserve)).at(bits) is not None
         below = Question(least - 8 * MIB, reserve)
-        assert Forecast.of(published.MIXTRAL, below).at(bits) is None
+        assert Forecast.of(whole_configs.MIXTRAL, below).at(bits) is None
 
 
 def test_a_plan_mixes_two_neighbouring_levels(capsys, tmp_path):
-    found = report_of(capsys, tmp_path, published.MIXTRAL, "--plan", "--budget", "24GiB")
+    found = report_of(capsys, tmp_path, whole_configs.MIXTRAL, "--plan", "--budget", "24GiB")
     plan, levels = found["plan"], {level["bits"]: level for level in found["levels"]}
     assert [levels[bits]["fits"] for bits in (2, 3, 4, 5, 6)] == [True, True, False, False, False]
     assert sorted(plan["blocks_at"]) == ["3", "4"]
@@ -154,7 +154,7 @@ def test_a_plan_mixes_two_neighbouring_levels(capsys, tmp_path):
 
 
 def test_a_budget_that_is_too_small_is_answered_not_an_error(capsys, tmp_path):
-    found = report_of(capsys, tmp_path, published.MIXTRAL, "--plan", "--budget", "12GiB")
+    found = report_of(capsys, tmp_path, whole_configs.MIXTRAL, "--plan", "--budget", "12GiB")
     assert found["plan"] == {"fits": False, "least_budget": found["levels"][0]["least_budget"]}
     path = tmp_path / "config.json"
     assert run("inspect", "--config", path, "--plan", "--budget", "12GiB") == 0
@@ -164,7 +164,7 @@ def test_a_budget_that_is_too_small_is_answered_not_an_error(capsys, tmp_path):
 
 def test_tables_for_people(capsys, tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(published.GEMMA4))
+    path.write_text(json.dumps(whole_configs.GEMMA4))
     assert run("inspect", "--config", path, "--bits", 4, "--budget", "24GiB") == 0
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("7,680 linear blocks", "beyond the sliding windows", "KV of several sizes"):
@@ -184,7 +184,7 @@ def test_tables_for_people(capsys, tmp_path):
 )
 def test_bad_flags_are_one_sentence(capsys, tmp_path, args, message):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(published.MIXTRAL))
+    path.write_text(json.dumps(whole_configs.MIXTRAL))
     _refused(capsys, message, "--config", path, *args)
 
 
@@ -199,7 +199,7 @@ def test_bad_flags_are_one_sentence(capsys, tmp_path, args, message):
 )
 def test_bad_configs_are_one_sentence(capsys, tmp_path, change, message):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**published.MIXTRAL, **change}))
+    path.write_text(json.dumps({**whole_configs.MIXTRAL, **change}))
     _refused(capsys, message, "--config", path)
 
 
@@ -210,7 +210,7 @@ def test_without_anything_to_inspect(capsys, tmp_path):
 
 
 def test_a_quantized_source_is_said(capsys, tmp_path):
-    config = {**published.MIXTRAL, "quantization_config": {"quant_method": "fp8"}}
+    config = {**whole_configs.MIXTRAL, "quantization_config": {"quant_method": "fp8"}}
     assert "quantized already (fp8)" in report_of(capsys, tmp_path, config)["notes"][0]
 
 

@@ -1,4 +1,4 @@
-"""config.json of published models, written down: what their sizes follow from."""
+"""config.json of published models, whole enough for transformers to build them: sizes follow from it."""
 
 from __future__ import annotations
 
