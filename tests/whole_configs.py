@@ -1,4 +1,4 @@
-"""config.json of published models, whole enough for transformers to build them: sizes follow from it."""
+"""config.json of published models, whole enough for transformers to build them."""
 
 from __future__ import annotations
 
