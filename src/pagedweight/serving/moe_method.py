@@ -4,7 +4,8 @@ The planes are not parameters of the model: no architecture's weight loader ever
 layer fills its part of the process's expert store straight from the checkpoint folder.
 Tested with vLLM 0.26 and 0.32. Relies on: FusedMoEMethodBase.{create_weights,
 process_weights_after_loading, get_fused_moe_quant_config, apply}, FusedMoEConfig.{activation,
-moe_parallel_config}, RoutedExperts.{expert_map, global_num_experts, apply_router_weight_on_input}.
+moe_parallel_config, experts_per_token}, RoutedExperts.{expert_map, global_num_experts,
+apply_router_weight_on_input}, SchedulerConfig.max_num_batched_tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodB
 from vllm.model_executor.models.utils import extract_layer_index
 
 from pagedweight.errors import UserError
-from pagedweight.serving.moe_op import register_layer
+from pagedweight.serving.kernel import warm_up
+from pagedweight.serving.moe_op import layer_state, register_layer
 from pagedweight.serving.parts import Part
 from pagedweight.serving.plugin import announce
 from pagedweight.serving.store import expert_store
@@ -40,6 +42,8 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
             )
         self.activation = _ACTIVATIONS[activation]
         self.handle = -1
+        self.dtype = torch.bfloat16
+        self.most_tokens = 0
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
@@ -68,9 +72,12 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
         device = torch.get_default_device()
         state = store.load(self.decoder_layer, part, self.activation, device)
         self.handle = register_layer(state)
+        self.dtype, self.most_tokens = params_dtype, config.scheduler_config.max_num_batched_tokens
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to do: planes are read as they are stored."""
+        """Planes are read as they are stored; a GPU compiles and takes its scratch memory now."""
+        top_k = self.moe.experts_per_token
+        warm_up(layer_state(self.handle), self.dtype, top_k, self.most_tokens)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         return None

@@ -15,6 +15,11 @@ def register_layer(state: LayerState) -> int:
     return len(_LAYERS) - 1
 
 
+def layer_state(handle: int) -> LayerState:
+    """The layer that `register_layer` gave `handle` for."""
+    return _LAYERS[handle]
+
+
 @torch.library.custom_op("pagedweight::routed_experts", mutates_args=())
 def routed_experts(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, handle: int

@@ -31,22 +31,27 @@ class Part:
 
 
 def part_of(array: np.ndarray, whole: LayerShape, kind: int, part: Part) -> np.ndarray:
-    """This rank's contiguous cut of planes [b, R, C, 32] or of a table [padded rows, 2^b].
+    """This rank's contiguous cut of planes [n, R, C, 32] or of tables [(n,) padded rows, 2^b].
 
     gate_up is cut by rows, gate and up alike; down along its input, by column tiles, so its table
-    is whole on every rank. No cut splits a tile (docs/format.md).
+    is whole on every rank. No cut splits a tile (docs/format.md). n: planes, or experts.
     """
     start, stop = part_columns(whole.intermediate, part.rank, part.ranks)
+    if array.ndim < 4:
+        return _part_of_tables(array, start, stop, kind)
     if kind == DOWN:
-        if array.ndim == 2:
-            return np.ascontiguousarray(array)
         tiles = slice(start // TILE_COLS, round_up(stop, TILE_COLS) // TILE_COLS)
         return np.ascontiguousarray(array[:, :, tiles])
-    if array.ndim == 2:
-        halves = array.reshape(2, -1, array.shape[-1])
-        rows = slice(start, round_up(stop, TILE_ROWS))
-        return np.ascontiguousarray(halves[:, rows]).reshape(-1, array.shape[-1])
     halves = array.reshape(array.shape[0], 2, -1, *array.shape[2:])
     tiles = slice(start // TILE_ROWS, round_up(stop, TILE_ROWS) // TILE_ROWS)
     cut = np.ascontiguousarray(halves[:, :, tiles])
     return cut.reshape(array.shape[0], -1, *array.shape[2:])
+
+
+def _part_of_tables(array: np.ndarray, start: int, stop: int, kind: int) -> np.ndarray:
+    if kind == DOWN:
+        return np.ascontiguousarray(array)
+    leading, centroids = array.shape[:-2], array.shape[-1]
+    halves = array.reshape(*leading, 2, -1, centroids)
+    cut = np.ascontiguousarray(halves[..., start : round_up(stop, TILE_ROWS), :])
+    return cut.reshape(*leading, -1, centroids)

@@ -1,11 +1,13 @@
 """The process's expert store: planes and tables at fixed precision, and the table of addresses.
 
 One store for each model folder in a process. `load` copies one layer's part of the checkpoint to
-the device, at the bits of the plan and not one plane more.
+the device, at the bits of the plan and not one plane more: a plane of all experts that need it at a
+time, so that a layer is some twenty large copies.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from pagedweight.checkpoint.reader import Checkpoint
-from pagedweight.core.geometry import KINDS
+from pagedweight.core.geometry import KINDS, MAX_BITS
 from pagedweight.kernels.contract import Activation, BlockTable
 from pagedweight.serving.kernel import get_kernel
 from pagedweight.serving.options import ServeOptions
@@ -50,45 +52,69 @@ class StaticStore:
         checkpoint = self.checkpoint
         position = checkpoint.position(decoder_layer)
         shape = part.shape(checkpoint.shape)
-        state = LayerState(
+        # numpy until the end: vLLM builds models with the GPU as torch's default device.
+        table = BlockRows.empty(shape.experts)
+        memory: list[torch.Tensor] = []
+        layer = checkpoint.layer(position)
+        for kind, name in enumerate(KINDS):
+            bits = self.plan[position, list(part.experts), kind]
+            table.bits[:, kind] = bits
+            for plane in range(int(bits.max())):
+                slots = np.flatnonzero(bits > plane)
+                stored = _of_experts(layer.planes[name][plane], part.experts, slots)
+                memory.append(_upload(part_of(stored, checkpoint.shape, kind, part), device))
+                table.planes[slots, kind, plane] = _addresses(memory[-1])
+            for level in np.unique(bits).tolist():
+                slots = np.flatnonzero(bits == level)
+                stored = _of_experts(layer.tables[name][level], part.experts, slots)
+                memory.append(_upload(part_of(stored, checkpoint.shape, kind, part), device))
+                table.tables[slots, kind] = _addresses(memory[-1])
+        return LayerState(
             get_kernel(device.type),
             shape,
-            BlockTable.empty(shape.experts, "cpu"),
+            table.upload(device),
             getattr(torch, checkpoint.table_dtype),
             activation,
+            memory=memory,
         )
-        layer = checkpoint.layer(position)
-        for slot, expert in enumerate(part.experts):
-            for kind, name in enumerate(KINDS):
-                bits = int(self.plan[position, expert, kind])
-                planes = part_of(layer.planes[name][:bits, expert], checkpoint.shape, kind, part)
-                table = part_of(layer.tables[name][bits][expert], checkpoint.shape, kind, part)
-                self._place(state, slot, kind, bits, planes, table, device)
-        state.table = BlockTable(
-            state.table.bits.to(device),
-            state.table.planes.to(device),
-            state.table.tables.to(device),
-        )
-        return state
 
-    def _place(
-        self,
-        state: LayerState,
-        slot: int,
-        kind: int,
-        bits: int,
-        planes: np.ndarray,
-        table: np.ndarray,
-        device: torch.device,
-    ) -> None:
-        on_device = torch.from_numpy(planes.view(np.int32).copy()).to(device)
-        centroids = torch.from_numpy(table.view(np.int16).copy()).to(device)
-        state.memory += [on_device, centroids]
-        step = on_device[0].numel() * on_device.element_size()
-        state.table.bits[slot, kind] = bits
-        for plane in range(bits):
-            state.table.planes[slot, kind, plane] = on_device.data_ptr() + plane * step
-        state.table.tables[slot, kind] = centroids.data_ptr()
+
+@dataclass(frozen=True)
+class BlockRows:
+    """A `BlockTable` while it is filled on the host."""
+
+    bits: np.ndarray
+    planes: np.ndarray
+    tables: np.ndarray
+
+    @staticmethod
+    def empty(experts: int) -> BlockRows:
+        bits = np.zeros((experts, len(KINDS)), np.int32)
+        planes = np.zeros((experts, len(KINDS), MAX_BITS), np.int64)
+        return BlockRows(bits, planes, planes[:, :, 0].copy())
+
+    def upload(self, device: torch.device) -> BlockTable:
+        """The table where the kernel reads it."""
+        arrays = (self.bits, self.planes, self.tables)
+        return BlockTable(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def _of_experts(stored: np.ndarray, experts: tuple[int, ...], slots: np.ndarray) -> np.ndarray:
+    """Rows of `stored` [E, ...] of the experts in `slots`; a view where that is all of them."""
+    chosen = np.asarray(experts)[slots]
+    return stored if np.array_equal(chosen, np.arange(len(stored))) else stored[chosen]
+
+
+def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on `device` of raw words; `array` may be a read-only mapping."""
+    signed = np.int32 if array.itemsize == 4 else np.int16
+    return torch.from_numpy(array.view(signed).copy()).to(device)
+
+
+def _addresses(uploaded: torch.Tensor) -> np.ndarray:
+    """int64 [n]: where each of the n leading entries starts."""
+    step = uploaded[0].numel() * uploaded.element_size()
+    return uploaded.data_ptr() + step * np.arange(len(uploaded))
 
 
 @lru_cache(maxsize=4)
