@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pagedweight.checkpoint.reader import Checkpoint
-from pagedweight.errors import UserError, listing
+from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import check_writable
+from pagedweight.serving.conflicts import number, refuse_with_memory
 from pagedweight.serving.elastic.budget import plan_context
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
@@ -23,16 +24,6 @@ from pagedweight.serving.versions import check_version, vllm_version
 _FLAG = "--additional-config"
 SCHEDULER = "pagedweight.serving.elastic.scheduler.ElasticScheduler"
 WORKER = "pagedweight.serving.elastic.worker.ElasticCPUWorker"
-_NOT_WITH_MEMORY = (
-    "--scheduler-cls",
-    "--worker-cls",
-    "--kv-cache-memory-bytes",
-    "--num-gpu-blocks-override",
-    "--enable-sleep-mode",
-    "--enable-eplb",
-    "--kv-transfer-config",
-    "--enable-expert-parallel",
-)
 
 
 def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> list[str]:
@@ -59,27 +50,11 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
 
 def _classes(checkpoint: Checkpoint, options: ServeOptions, rest: list[str]) -> list[str]:
     """The flags that put our scheduler and worker in; UserError on what they do not go with."""
-    refused = [flag for flag in _NOT_WITH_MEMORY if _has(rest, flag)]
-    if refused:
-        raise UserError(f"--memory does not go with {listing(refused)}: leave one of them out")
-    plan_context(checkpoint, options, _ranks(rest))
+    refuse_with_memory(rest)
+    plan_context(checkpoint, options, number(rest, "--tensor-parallel-size", "-tp"))
     # vLLM's own start-up check of free memory is about its share of the machine, not our budget.
     kv = ["--kv-cache-memory-bytes", str(options.memory)]
     return ["--scheduler-cls", SCHEDULER, "--worker-cls", WORKER, *kv]
-
-
-def _has(arguments: list[str], flag: str) -> bool:
-    return any(a == flag or a.startswith(f"{flag}=") for a in arguments)
-
-
-def _ranks(arguments: list[str]) -> int:
-    for index, argument in enumerate(arguments):
-        for flag in ("--tensor-parallel-size", "-tp"):
-            if argument.startswith(f"{flag}="):
-                return int(argument.split("=", 1)[1])
-            if argument == flag and index + 1 < len(arguments):
-                return int(arguments[index + 1])
-    return 1
 
 
 def _take(extra: list[str]) -> tuple[dict[str, Any], list[str]]:

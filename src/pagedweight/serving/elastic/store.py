@@ -80,6 +80,11 @@ class ElasticStore:
         """Divide the budget and load the initial plan."""
         assert self.part is not None
         assert self.options.memory is not None
+        if len(self.states) != len(self.checkpoint.moe_layers):
+            raise UserError(
+                f"--memory does not work with pipeline parallelism: this rank has "
+                f"{len(self.states)} of {len(self.checkpoint.moe_layers)} MoE layers"
+            )
         context = plan_context(self.checkpoint, self.options, self.part.ranks)
         fixed = fixed_bits(self.checkpoint, self.options)
         budget = divide(context, self.options, block, fixed)

@@ -1,0 +1,62 @@
+"""Flags of vLLM that --memory does not go with are refused before anything starts, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedweight.cli.main import main
+from pagedweight.errors import UserError
+from pagedweight.serving.conflicts import has, number, refuse_with_memory
+
+
+def run(*args: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(arg) for arg in args])
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--enable-expert-parallel",), ("--enable-expert-parallel", "one target for all ranks")),
+        (("--pipeline-parallel-size", "2"), ("--pipeline-parallel-size", "other layers")),
+        (("-pp=2",), ("--pipeline-parallel-size", "at fixed bits")),
+        (("--data-parallel-size=2",), ("--data-parallel-size", "each engine")),
+        (("--enable_eplb",), ("--enable-eplb", "moves experts")),
+        (("--worker-cls", "x", "--enable-sleep-mode"), ("--worker-cls", "--enable-sleep-mode")),
+        (("-pp", "two"), ("-pp: 'two' is not a number",)),
+    ],
+)
+def test_refused_with_memory_and_not_without(tiny_quantized, capsys, flags, words):
+    assert run("serve", tiny_quantized, "--memory", "24MiB", "--", *flags) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    for text in words:
+        assert text in shown.err
+    assert run("serve", tiny_quantized, "--bits", 3, "--print-command", "--", *flags) == 0
+    assert flags[0] in capsys.readouterr().out
+
+
+def test_one_rank_is_no_conflict(tiny_quantized, capsys):
+    flags = ("--pipeline-parallel-size", "1", "-dp", "1", "--tensor_parallel_size", "2")
+    command = ("serve", tiny_quantized, "--memory", "24MiB", "--print-command", "--", *flags)
+    assert run(*command) == 0
+    assert "--scheduler-cls" in capsys.readouterr().out
+
+
+def test_every_fault_is_listed():
+    with pytest.raises(UserError) as caught:
+        refuse_with_memory(["--scheduler-cls", "a", "--enable-expert-parallel", "-dp", "4"])
+    for flag in ("--scheduler-cls", "--enable-expert-parallel", "--data-parallel-size"):
+        assert flag in str(caught.value)
+
+
+def test_flags_are_read_as_vllm_reads_them():
+    assert has(["--enable_expert_parallel"], "--enable-expert-parallel")
+    assert not has(["serve", "--enable-expert-parallelism"], "--enable-expert-parallel")
+    assert number(["--tensor_parallel_size=4"], "--tensor-parallel-size", "-tp") == 4
+    assert number(["x", "-tp", "2"], "--tensor-parallel-size", "-tp") == 2
+    assert number(["x"], "--tensor-parallel-size", "-tp") == 1
+    with pytest.raises(UserError, match="is not a number"):
+        number(["-tp"], "--tensor-parallel-size", "-tp")
