@@ -13,6 +13,7 @@ from pagedweight.kernels.reference.bits import dequantize_block
 from pagedweight.kernels.reference.kernel import ReferenceKernel, activate
 from pagedweight.memory.kv_region import KVRegion, strided_granules
 from pagedweight.memory.pool import PagePool
+from pagedweight.runtime.messages import Batch, Stage, StepPlan
 from pagedweight.runtime.mover import Mover
 from pagedweight.runtime.weights import WeightMemory
 from pagedweight.runtime.worker import MemoryWorker
@@ -66,17 +67,31 @@ class Rank:
     worker: MemoryWorker
 
 
-def rank_of(device, pages=400, reserve=8, bits=4, poison=True, granules=8, tier=None):
-    """A loaded rank; KV has `granules` granules of two blocks of 3000 bytes in two layers."""
+def rank_of(
+    device,
+    pages=400,
+    reserve=8,
+    bits=4,
+    poison=True,
+    granules=8,
+    tier=None,
+    host=None,
+    at="cpu",
+    block=3000,
+):
+    """A loaded rank; KV has `granules` granules of two blocks of `block` bytes in two layers.
+
+    host: the host tier if it is not `tier` itself; at: where kernels look for their tables.
+    """
     tier = tier or RandomTier()
     pool = PagePool(device, pages, reserve)
-    weights = WeightMemory(device, pool, tier, poison=poison)
+    weights = WeightMemory(device, pool, host or tier, at, poison=poison)
     start = np.full(tier.index.rows, bits, np.int32) if np.isscalar(bits) else bits
     weights.load(start)
     table = WeightPageTable(tier.index, tier.sizes, start)
     mover = Mover(weights, table)
-    layout = strided_granules(2 * granules, 2, 3000, [0, 2 * granules * 3000])
-    kv = KVRegion(device, pool, 4 * granules * 3000, layout, tolerant=False, poison=poison)
+    layout = strided_granules(2 * granules, 2, block, [0, 2 * granules * block])
+    kv = KVRegion(device, pool, 4 * granules * block, layout, tolerant=False, poison=poison)
     return Rank(tier, device, pool, weights, table, mover, MemoryWorker(mover, kv))
 
 
@@ -115,3 +130,43 @@ class Expected:
 def same(found, expected):
     """Equal up to the order of sums; poison would be NaN, a wrong plane another number."""
     return torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+class Driver:
+    """Makes random plans: batches both ways, late commits, aborts, KV back and forth."""
+
+    def __init__(self, rank, seed, granules=8):
+        self.rank, self.rng, self.granules = rank, np.random.default_rng(seed), granules
+        self.step = self.number = 0
+
+    def plan(self):
+        rng, worker = self.rng, self.rank.worker
+        stages = {s.number: s.stage for s in worker.mover.statuses()}
+        ready = [n for n, stage in stages.items() if stage is Stage.READY and rng.random() < 0.9]
+        open_ = [n for n, stage in stages.items() if stage in (Stage.COPYING, Stage.READY)]
+        backed = worker.kv.backed
+        self.step += 1
+        return StepPlan(
+            self.step,
+            abort=tuple(n for n in open_ if rng.random() < 0.03),
+            commit=tuple(ready),
+            shrink=tuple(g for g in backed if rng.random() < 0.2),
+            prepare=tuple(b for lowers in (True, False) if (b := self.batch(lowers))),
+            grow=tuple(g for g in range(self.granules) if rng.random() < 0.2),
+            oldest=self.number,
+        )
+
+    def batch(self, lowers):
+        rng, q = self.rng, self.rank.table.committed_bits
+        busy = self.rank.mover.busy_rows
+        room = (q > LEVELS[0]) if lowers else (q < LEVELS[-1])
+        free = [row for row in np.flatnonzero(room).tolist() if row not in busy]
+        if not free:
+            return None
+        rows = rng.choice(free, min(len(free), int(rng.integers(1, 40))), replace=False).tolist()
+        bits = [
+            int(rng.integers(LEVELS[0], q[row]) if lowers else rng.integers(q[row], 6) + 1)
+            for row in rows
+        ]
+        self.number += 1
+        return Batch(self.number, lowers, tuple(rows), tuple(bits))

@@ -10,55 +10,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from ranks import LEVELS, Expected, RandomTier, kernel_output, rank_of, same
+from ranks import Driver, Expected, RandomTier, kernel_output, rank_of, same
 
 from pagedweight.memory.fake import FakeDevice, fail_at
 from pagedweight.memory.host import HostDevice
 from pagedweight.memory.interface import DONE
 from pagedweight.runtime.integrity import check_worker
-from pagedweight.runtime.messages import Batch, Stage, StepPlan
 
 TOKENS = torch.randn((2, 64), generator=torch.Generator().manual_seed(1))
-
-
-class Driver:
-    """Makes random plans: batches both ways, late commits, aborts, KV back and forth."""
-
-    def __init__(self, rank, seed, granules=8):
-        self.rank, self.rng, self.granules = rank, np.random.default_rng(seed), granules
-        self.step = self.number = 0
-
-    def plan(self):
-        rng, worker = self.rng, self.rank.worker
-        stages = {s.number: s.stage for s in worker.mover.statuses()}
-        ready = [n for n, stage in stages.items() if stage is Stage.READY and rng.random() < 0.9]
-        open_ = [n for n, stage in stages.items() if stage in (Stage.COPYING, Stage.READY)]
-        backed = worker.kv.backed
-        self.step += 1
-        return StepPlan(
-            self.step,
-            abort=tuple(n for n in open_ if rng.random() < 0.03),
-            commit=tuple(ready),
-            shrink=tuple(g for g in backed if rng.random() < 0.2),
-            prepare=tuple(b for lowers in (True, False) if (b := self.batch(lowers))),
-            grow=tuple(g for g in range(self.granules) if rng.random() < 0.2),
-            oldest=self.number,
-        )
-
-    def batch(self, lowers):
-        rng, q = self.rng, self.rank.table.committed_bits
-        busy = self.rank.mover.busy_rows
-        room = (q > LEVELS[0]) if lowers else (q < LEVELS[-1])
-        free = [row for row in np.flatnonzero(room).tolist() if row not in busy]
-        if not free:
-            return None
-        rows = rng.choice(free, min(len(free), int(rng.integers(1, 40))), replace=False).tolist()
-        bits = [
-            int(rng.integers(LEVELS[0], q[row]) if lowers else rng.integers(q[row], 6) + 1)
-            for row in rows
-        ]
-        self.number += 1
-        return Batch(self.number, lowers, tuple(rows), tuple(bits))
 
 
 def decode(device, steps, seed, lag=None, layers=4, experts=16):

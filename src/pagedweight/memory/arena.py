@@ -149,8 +149,10 @@ class Arena:
 
     def copy_moves(self, moves: Sequence[Move]) -> None:
         """In order: copy each move's slot. Raises Transient; then the arena is as before."""
-        for move in moves:
-            self._device.move(self.address(move.target), self.address(move.source), self.slot_bytes)
+        if moves:
+            targets = [self.address(move.target) for move in moves]
+            sources = [self.address(move.source) for move in moves]
+            self._device.move_slots(targets, sources, self.slot_bytes)
 
     def settle(self, moves: Sequence[Move]) -> None:
         """The kernels know the new addresses: the sources are gone, the end comes down.

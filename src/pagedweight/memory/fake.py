@@ -147,6 +147,10 @@ class FakeDevice:
 
         self.launch(work)
 
+    def move_slots(self, targets: Sequence[int], sources: Sequence[int], nbytes: int) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.move(target, source, nbytes)
+
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         self._call("fill", address, nbytes)
 

@@ -127,6 +127,10 @@ class HostDevice:
     def move(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
+    def move_slots(self, targets: Sequence[int], sources: Sequence[int], nbytes: int) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.move(target, source, nbytes)
+
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         ctypes.memset(address, byte, nbytes)
 

@@ -14,6 +14,8 @@ import numpy as np
 from pagedweight.core.geometry import (
     DOWN,
     KINDS,
+    MAX_BITS,
+    MIN_BITS,
     TILE_COLS,
     TILE_ROWS,
     LayerShape,
@@ -25,6 +27,15 @@ from pagedweight.memory.interface import Bytes
 
 if TYPE_CHECKING:
     from pagedweight.checkpoint.reader import Checkpoint
+
+
+ITEMS = MAX_BITS + (MAX_BITS - MIN_BITS + 1)
+"""Items of a row: planes 0..7, then the tables of levels 2..8."""
+
+
+def table_item(bits: int) -> int:
+    """Item number of the lookup table of level `bits`."""
+    return MAX_BITS + bits - MIN_BITS
 
 
 class HostTier(Protocol):

@@ -19,9 +19,10 @@ Methods raise `Transient` when the device refuses; the call then changed nothing
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,33 @@ class Copy:
     source: Bytes
 
 
+class PinnedCopies(Sequence[Copy]):
+    """Pieces of an upload out of pinned host memory, by address: no object for each piece.
+
+    targets, sources, nbytes: int64 [n]. `keep` owns what the sources lie in.
+    """
+
+    def __init__(
+        self,
+        targets: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        keep: object,
+    ) -> None:
+        self.targets, self.sources, self.nbytes = targets, sources, nbytes
+        self._keep = keep
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, at: Any) -> Any:
+        """The piece as a `Copy`, for devices that take one after the other."""
+        if not isinstance(at, int):
+            raise TypeError("pieces are numbered")
+        source = (ctypes.c_uint8 * int(self.nbytes[at])).from_address(int(self.sources[at]))
+        return Copy(int(self.targets[at]), np.ctypeslib.as_array(source))
+
+
 class Device(Protocol):
     """Device memory in pages. Physical pages are numbers 0..count-1, all created at start-up."""
 
@@ -109,6 +137,10 @@ class Device(Protocol):
 
     def move(self, target: int, source: int, nbytes: int) -> None:
         """In order: copy on the device. The two areas do not overlap."""
+        ...
+
+    def move_slots(self, targets: Sequence[int], sources: Sequence[int], nbytes: int) -> None:
+        """In order: `move` for each pair; no area is in more than one of them."""
         ...
 
     def fill(self, address: int, nbytes: int, byte: int) -> None:

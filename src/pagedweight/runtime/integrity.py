@@ -9,8 +9,9 @@ import numpy as np
 from pagedweight.core.geometry import KINDS, MAX_BITS
 from pagedweight.core.page_table import Moving, PageState, WeightPageTable
 from pagedweight.errors import listing
+from pagedweight.memory.host_tier import table_item
 from pagedweight.runtime.messages import Stage
-from pagedweight.runtime.weights import ABSENT, WeightMemory, piece, table_item
+from pagedweight.runtime.weights import ABSENT, WeightMemory, piece
 from pagedweight.runtime.worker import MemoryWorker
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from pagedweight.core.calibration import Calibration
 from pagedweight.core.observation import BatchSignals, RequestSignals, decayed, merge_signals
-from pagedweight.kernels.contract import LayerStats
+from pagedweight.kernels.contract import FEATURES, LayerStats
 from pagedweight.runtime.messages import Signals
 
 
@@ -29,6 +30,58 @@ def take_signals(stats: Sequence[LayerStats]) -> Signals:
         layer.tokens.zero_()
         layer.features.zero_()
     return taken
+
+
+class RankStats:
+    """Accumulators of all layers in one buffer, so that a GPU's are read by one copy.
+
+    `layers[l]` is what layer l's kernel adds to; the buffer never moves.
+    """
+
+    def __init__(self, layers: int, experts: int, device: torch.device | str) -> None:
+        self._experts = experts
+        self._sums = torch.zeros((layers, (2 + 2 * FEATURES) * experts), device=device)
+        self.layers = tuple(self._views(sums) for sums in self._sums)
+        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def _views(self, sums: torch.Tensor) -> LayerStats:
+        experts = self._experts
+        features = sums[2 * experts :].view(experts, 2, FEATURES)
+        return LayerStats(sums[:experts], sums[experts : 2 * experts], features)
+
+    def forget(self) -> None:
+        """In order: start again from zero, and drop what is on its way."""
+        self._sums.zero_()
+        self._arriving = None
+
+    def take(self) -> Signals | None:
+        """Signals of an earlier step, None while they are on their way; the GPU is not waited for.
+
+        In order behind the steps submitted so far, the sums are copied to pinned memory and start
+        again from zero; a later call returns them.
+        """
+        if self._arriving is not None and not self._arriving[1].query():
+            return None
+        arrived = None if self._arriving is None else self._signals(self._arriving[0].numpy())
+        host = (
+            torch.empty_like(self._sums, device="cpu", pin_memory=True)
+            if self._arriving is None
+            else self._arriving[0]
+        )
+        host.copy_(self._sums, non_blocking=True)
+        self._sums.zero_()
+        event = torch.cuda.Event()
+        event.record()
+        self._arriving = (host, event)
+        return arrived
+
+    def _signals(self, sums: np.ndarray) -> Signals:
+        """A copy: `sums` is written again by the next call."""
+        experts = self._experts
+        features = sums[:, 2 * experts :].reshape(-1, experts, 2, FEATURES)
+        return Signals(
+            sums[:, :experts].copy(), sums[:, experts : 2 * experts].copy(), features.copy()
+        )
 
 
 class SignalWindow:

@@ -26,13 +26,13 @@ RESERVED_ROWS = 32
 """Rows of each kind that can be lowered together when nothing else is free."""
 
 
-def reserve_pages(sizes: SizeTable, page_bytes: int) -> int:
-    """Pages to keep for lowering: tables of `RESERVED_ROWS` rows of each kind at their largest
-    target (the top level is none), and the page that each table arena begins on.
+def reserve_pages(sizes: SizeTable, page_bytes: int, rows: int = RESERVED_ROWS) -> int:
+    """Pages to keep for lowering: tables of `rows` rows of each kind at their largest target (the
+    top level is none), and the page that each table arena begins on.
     """
     tables = sizes.table_bytes[:, :-1]
     largest = tables.max(axis=1).tolist()
-    return tables.size + sum(pages_of(RESERVED_ROWS * nbytes, page_bytes) for nbytes in largest)
+    return tables.size + sum(pages_of(rows * nbytes, page_bytes) for nbytes in largest)
 
 
 def open_rank(

@@ -23,14 +23,13 @@ from pagedweight.errors import Transient, UserError
 from pagedweight.kernels.contract import BlockTable
 from pagedweight.memory.arena import Arena, Move
 from pagedweight.memory.attempts import all_of
-from pagedweight.memory.host_tier import HostTier
+from pagedweight.memory.host_tier import ITEMS, HostTier, table_item
 from pagedweight.memory.interface import Bytes, Completion, Copy, Device
+from pagedweight.memory.pinned_tier import PinnedTier
 from pagedweight.memory.pool import PagePool
 from pagedweight.runtime.counters import Counters
 from pagedweight.runtime.kernel_tables import KernelTables
 
-ITEMS = MAX_BITS + (MAX_BITS - MIN_BITS + 1)
-"""Columns of `slots`: planes 0..7, then the tables of levels 2..8."""
 ABSENT = -1
 
 Pieces = IntArray
@@ -40,11 +39,6 @@ Pieces = IntArray
 def piece(row: int, item: int) -> int:
     """Number of a piece; `item` is a plane, or `table_item(bits)`."""
     return row * ITEMS + item
-
-
-def table_item(bits: int) -> int:
-    """Item number of the lookup table of level `bits`."""
-    return MAX_BITS + bits - MIN_BITS
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,9 +178,7 @@ class WeightMemory:
         try:
             for arena, at in groups:
                 slots[at] = arena.allocate(pieces[at].tolist(), urgent)
-            sources = [self.source(number) for number in pieces.tolist()]
-            targets = self._addresses(pieces, slots).tolist()
-            copied = self.device.upload([*map(Copy, targets, sources)])
+            copied = self.device.upload(self._copies(pieces, slots))
         except Transient:
             for arena, at in groups:
                 arena.discard([slot for slot in slots[at].tolist() if slot != ABSENT])
@@ -194,7 +186,17 @@ class WeightMemory:
         self.slots[np.divmod(pieces, ITEMS)] = slots
         for arena, at in groups:
             arena.pin(slots[at].tolist())
-        return Arrival(pieces, slots, copied, sum(source.nbytes for source in sources))
+        rows, items = np.divmod(pieces, ITEMS)
+        nbytes = int(self._slot_bytes[rows % len(KINDS), items].sum())
+        return Arrival(pieces, slots, copied, nbytes)
+
+    def _copies(self, pieces: Pieces, slots: IntArray) -> Sequence[Copy]:
+        """From the host tier to `slots`."""
+        targets = self._addresses(pieces, slots)
+        if isinstance(self.tier, PinnedTier):
+            return self.tier.copies(*np.divmod(pieces, ITEMS), targets)
+        sources = [self.source(number) for number in pieces.tolist()]
+        return [*map(Copy, targets.tolist(), sources)]
 
     def landed(self, arrival: Arrival) -> None:
         """The copies are over, well or badly: the pieces may be moved or dropped now."""
