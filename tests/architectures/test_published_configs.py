@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from published import PUBLISHED
 
 from pagedweight.checkpoint.names import ARCHITECTURES, REFUSED, architecture_of
 from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import CheckpointError
-from published import PUBLISHED
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -93,3 +95,19 @@ def test_a_config_that_lacks_a_number_is_told_which():
     config = {k: v for k, v in PUBLISHED["DeepSeek-V2"].config.items() if k != "n_routed_experts"}
     with pytest.raises(CheckpointError, match="n_routed_experts or num_experts"):
         architecture_of(config).facts(config)
+
+
+@pytest.mark.parametrize("model_type", [*REFUSED, "llama", "dbrx"])
+def test_quantize_refuses_with_exit_code_2_and_writes_nothing(model_type, tmp_path, capsys):
+    from pagedweight.cli.main import main
+
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(SystemExit) as end:
+        main(["quantize", str(source), "-o", str(tmp_path / "out")])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert model_type in said
+    assert all(architecture.name in said for architecture in ARCHITECTURES)
+    assert not (tmp_path / "out").exists()
