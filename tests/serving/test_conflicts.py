@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pagedweight.cli.main import main
 from pagedweight.errors import UserError
@@ -24,7 +25,6 @@ def run(*args: object) -> int:
         (("--data-parallel-size=2",), ("--data-parallel-size", "each engine")),
         (("--enable_eplb",), ("--enable-eplb", "moves experts")),
         (("--worker-cls", "x", "--enable-sleep-mode"), ("--worker-cls", "--enable-sleep-mode")),
-        (("-pp", "two"), ("-pp: 'two' is not a number",)),
     ],
 )
 def test_refused_with_memory_and_not_without(tiny_quantized, capsys, flags, words):
@@ -36,6 +36,15 @@ def test_refused_with_memory_and_not_without(tiny_quantized, capsys, flags, word
         assert text in shown.err
     assert run("serve", tiny_quantized, "--bits", 3, "--print-command", "--", *flags) == 0
     assert flags[0] in capsys.readouterr().out
+
+
+def test_an_eager_pipeline_on_the_cpu(tiny_quantized, capsys, monkeypatch):
+    command = ("serve", tiny_quantized, "--print-command", "--", "-pp", "2", "--enforce-eager")
+    assert run(*command) == 2
+    assert "leave --enforce-eager out" in capsys.readouterr().err
+    assert run(*command[:-1]) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run(*command) == 0
 
 
 def test_one_rank_is_no_conflict(tiny_quantized, capsys):

@@ -1,4 +1,4 @@
-"""Flags of vLLM that elastic serving does not go with, and why: refused before anything starts."""
+"""Flags of vLLM that do not go together here, and why: refused before anything starts."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ def refuse_with_memory(arguments: Sequence[str]) -> None:
             faults.append(f"{flags[0]} ({why}{_ALSO if flags[0] in _STATIC else ''})")
     if faults:
         raise UserError(f"--memory does not go with {'; nor with '.join(faults)}")
+
+
+def refuse_on_cpu(arguments: Sequence[str]) -> None:
+    """UserError for what vLLM 0.32's CPU worker starts and then dies of at the first request."""
+    if number(arguments, "--pipeline-parallel-size", "-pp") > 1 and has(
+        arguments, "--enforce-eager"
+    ):
+        raise UserError(
+            "--enforce-eager does not go with --pipeline-parallel-size on the CPU: vLLM makes the "
+            "buffers between stages while it compiles; leave --enforce-eager out"
+        )
 
 
 def has(arguments: Sequence[str], flag: str) -> bool:

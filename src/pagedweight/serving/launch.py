@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import check_writable
-from pagedweight.serving.conflicts import number, refuse_with_memory
+from pagedweight.serving.conflicts import number, refuse_on_cpu, refuse_with_memory
 from pagedweight.serving.elastic.budget import plan_context
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
@@ -34,6 +36,8 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
     if options.timeline is not None:
         check_writable(options.timeline)
     users, rest = _take(list(extra))
+    if not torch.cuda.is_available():
+        refuse_on_cpu(rest)
     config = {**users, **options.additional_config()}
     return [
         sys.executable,

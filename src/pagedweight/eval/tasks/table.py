@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+_WIDTH = 90
+"""Columns that no number is cut in."""
+
 
 def show_tasks(report: dict[str, Any], console: Console) -> None:
     """A line for each task, and below the table everything a reader must know of the numbers."""
@@ -26,7 +29,7 @@ def show_tasks(report: dict[str, Any], console: Console) -> None:
         value = f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
         items = f"{row['items']} of {row['items_in_file']}"
         table.add_row(row["label"] + mark, row["metric"], value, items, str(row["truncated"]))
-    console.print(table)
+    console.print(table, width=max(console.width, _WIDTH), crop=False)
     console.print("in brackets: 95% interval, bootstrap over items")
     if any(row["truncated"] for row in report["tasks"]):
         console.print("cut: prompts too long for the context, whose middle was left out")
