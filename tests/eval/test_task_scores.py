@@ -6,12 +6,14 @@ import json
 from importlib.util import find_spec
 
 import pytest
+from rich.console import Console
 
 from pagedweight.errors import UserError
 from pagedweight.eval.tasks import FOLDER, TASKS
 from pagedweight.eval.tasks.documents import long_items, problems, read_rows
 from pagedweight.eval.tasks.math_answers import boxed, normalized, same_answer
 from pagedweight.eval.tasks.scoring import gsm8k, math500, retrieval, rouge_l
+from pagedweight.eval.tasks.table import show_tasks
 
 with_lm_eval = pytest.mark.skipif(
     find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install '.[eval]'"
@@ -141,3 +143,22 @@ def test_prompts_and_lengths_are_longbench_s(lab_moe):
 
 def test_every_task_has_its_file():
     assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(TASKS)
+
+
+def test_the_table_cuts_no_number_and_says_what_is_a_stand_in(capsys):
+    row = {
+        "label": "passage_retrieval_wiki", "caveat": "not LongBench", "metric": "exact_match",
+        "value": 0.123, "low": 0.0, "high": 1.0, "items": 10, "items_in_file": 1314, "truncated": 7,
+    }  # fmt: skip
+    report = {"path": "OUT", "precision": None, "context": 2048, "lm_eval": "0.4.13"}
+    show_tasks({**report, "tasks": [row]}, Console(highlight=False, width=80))
+    shown = capsys.readouterr().out
+    for text in (
+        "passage_retrieval_wiki*",
+        "0.123 [0.000, 1.000]",
+        "10/1314",
+        "  7",
+        "exact_match",
+    ):
+        assert text in shown
+    assert "* passage_retrieval_wiki: not LongBench" in shown

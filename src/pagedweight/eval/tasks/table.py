@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 90
-"""Columns that no number is cut in."""
-
 
 def show_tasks(report: dict[str, Any], console: Console) -> None:
     """A line for each task, and below the table everything a reader must know of the numbers."""
@@ -20,16 +17,16 @@ def show_tasks(report: dict[str, Any], console: Console) -> None:
         f"[bold]{report['path']}[/bold]: {_precision(report['precision'])}, vLLM, "
         f"context {report['context']:,}, lm-eval {report['lm_eval']}"
     )
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
     for name in ("task", "score", "value", "items", "cut"):
         left = name in ("task", "score")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in report["tasks"]:
         mark = "*" if row["caveat"] else ""
         value = f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-        items = f"{row['items']} of {row['items_in_file']}"
+        items = f"{row['items']}/{row['items_in_file']}"
         table.add_row(row["label"] + mark, row["metric"], value, items, str(row["truncated"]))
-    console.print(table, width=max(console.width, _WIDTH), crop=False)
+    console.print(table)
     console.print("in brackets: 95% interval, bootstrap over items")
     if any(row["truncated"] for row in report["tasks"]):
         console.print("cut: prompts too long for the context, whose middle was left out")
