@@ -72,6 +72,8 @@ class Policy:
     dwell_steps:             steps without pressure before bits come back.
     offload_pages_per_step:  most pages (planes) that one plan lowers.
     reload_pages_per_step:   most pages that one plan brings back.
+    exchange_ratio:          at a constant load, bits change places when damage recovered per byte
+                             is at least this many times the damage done; 0: never.
     allow_emergency:         whether emergency stages exist at all.
     use_routing, use_residual, use_movement, use_sensitivity: the paper's Table 4, each False takes
                              that part away: mu = 1 and one bucket; eta = 1; no plan ever; damage
@@ -88,6 +90,7 @@ class Policy:
     dwell_steps: int = 32
     offload_pages_per_step: int = 4096
     reload_pages_per_step: int = 64
+    exchange_ratio: float = 2.0
     allow_emergency: bool = True
     use_routing: bool = True
     use_residual: bool = True
@@ -139,6 +142,11 @@ def _number_faults(policy: Policy) -> Iterator[str]:
         value = getattr(policy, name)
         if not 0.0 <= value < float("inf"):
             yield f"{name} must be a number of at least 0, not {value}"
+    if not (policy.exchange_ratio == 0 or 1.0 < policy.exchange_ratio < float("inf")):
+        yield (
+            f"exchange_ratio must be above 1, or 0 for no exchange, not {policy.exchange_ratio}: "
+            f"else bits would change places for ever"
+        )
     for name in ("offload_blocks", "dwell_steps"):
         if getattr(policy, name) < 0:
             yield f"{name} must be at least 0, not {getattr(policy, name)}"

@@ -104,6 +104,7 @@ def _header(context: PlanContext, queue: PlanQueue) -> dict[str, Any]:
         "policy": json.loads(policy_to_json(context.policy)),
         "calibration": {n: _encode(a) for n, a in context.calibration.to_arrays().items()},
         "last_pressure_step": queue.last_pressure_step,
+        "exchange_bytes": queue.exchange_bytes,
     }
 
 
@@ -176,7 +177,10 @@ def _context(head: dict[str, Any]) -> tuple[PlanContext, PlanQueue]:
         head["page_bytes"],
         _decode(head["resting_bits"]).astype(np.int32),
     )
-    return context, PlanQueue(last_pressure_step=head["last_pressure_step"])
+    return context, PlanQueue(
+        last_pressure_step=head["last_pressure_step"],
+        exchange_bytes=head.get("exchange_bytes", 0),
+    )
 
 
 def _steps(lines: list[dict[str, Any]]) -> Iterator[TraceStep]:

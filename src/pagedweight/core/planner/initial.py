@@ -57,7 +57,7 @@ def initial_plan(context: PlanContext, budget_bytes: int, swaps: bool = True) ->
     when the policy allows them. Raises UserError, with both numbers, when even the floor does not
     fit. `swaps` False leaves the greedy assignment as it is.
     """
-    floor = _floor_level(context, budget_bytes)
+    floor = floor_level(context, budget_bytes)
     levels: Levels = np.full(context.index.rows, floor, np.int8)
     ledger = Ledger(context, context.slots(levels))
     edges = _hull(context, floor)
@@ -80,7 +80,7 @@ def initial_plan(context: PlanContext, budget_bytes: int, swaps: bool = True) ->
     )
 
 
-def _floor_level(context: PlanContext, budget_bytes: int) -> int:
+def floor_level(context: PlanContext, budget_bytes: int) -> int:
     """Level index that every row can have within the budget. Raises UserError if none."""
     policy, low = context.policy, context.sizes.lowest
     usual = min(min(stage.floors) for stage in policy.stages if not stage.emergency)

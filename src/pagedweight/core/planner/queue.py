@@ -16,12 +16,16 @@ class PlanQueue:
     emergency:          names of the emergency stages among them.
     last_pressure_step: step of the latest trigger, None before the first.
     damage:             scores kept while the observation's signals stay the same object.
+    exchange_bytes:     what an exchange has lowered rows for and not yet spent on rises.
+    settled:            the scores under which nothing was left to exchange, None before.
     """
 
     plans: tuple[Plan, ...] = ()
     emergency: frozenset[str] = frozenset()
     last_pressure_step: int | None = None
     damage: Damage | None = None
+    exchange_bytes: int = 0
+    settled: Damage | None = None
 
 
 def refresh_plan_queue(queue: PlanQueue, plan: Plan, emergency: bool = False) -> PlanQueue:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pagedweight.core.observation import KVPressure, Observation
 from pagedweight.core.page_table import WeightPageTable
 from pagedweight.core.planner.context import PlanContext, TableState
+from pagedweight.core.planner.exchange import exchange_plan
 from pagedweight.core.planner.greedy import greedy_select
 from pagedweight.core.planner.plan import Plan
 from pagedweight.core.planner.queue import PlanQueue, refresh_plan_queue, select_best_plan
@@ -26,7 +27,8 @@ def plan_step(
     """Algorithm 1: (Q_{t+1}, Pi_t). Pure: equal inputs give equal plans.
 
     Pi_t is an offload when pressure is triggered, a reload when there are bytes to spare and the
-    dwell is over, else empty. Rows of a plan start from d_i; whoever carries it out writes d_i.
+    dwell is over, half an exchange when there are none and signals have changed, else empty. Rows
+    of a plan start from d_i; whoever carries it out writes d_i.
     """
     policy, kv = context.policy, observation.kv
     if context.steps == 0 or not policy.use_movement:
@@ -38,12 +40,28 @@ def plan_step(
     on_way = context.pages.held_by(table.slots) - rows.held
     queue = _refreshed(context, kv, replace(queue, damage=damage), rows, on_way)
     if pressure_triggered(kv, policy.offload_blocks):
-        queue = replace(queue, last_pressure_step=observation.step)
+        queue = replace(queue, last_pressure_step=observation.step, exchange_bytes=0, settled=None)
         return queue, select_best_plan(queue)
     since = queue.last_pressure_step
     if since is not None and observation.step - since < policy.dwell_steps:
         return queue, Plan.none()
-    return queue, restore_plan(context, rows, spare_bytes(kv, policy.reload_blocks, on_way))
+    given = min(queue.exchange_bytes, max(0, kv.headroom_bytes + on_way))
+    spare = max(given, spare_bytes(kv, policy.reload_blocks, on_way))
+    plan = restore_plan(context, rows, spare)
+    if plan.kind == "none" and not queue.exchange_bytes:
+        return _exchanged(context, queue, rows)
+    return replace(queue, exchange_bytes=0), plan
+
+
+def _exchanged(context: PlanContext, queue: PlanQueue, rows: Rows) -> tuple[PlanQueue, Plan]:
+    """The lowering half of an exchange, looked for once under the same scores and bits."""
+    known = queue.damage is not None and queue.damage.signals is not None
+    if not context.policy.exchange_ratio or not known or queue.settled is queue.damage:
+        return queue, Plan.none()
+    plan = exchange_plan(context, rows)
+    if plan.kind == "none":
+        return replace(queue, settled=queue.damage), plan
+    return replace(queue, exchange_bytes=plan.returned_bytes), plan
 
 
 def _refreshed(
