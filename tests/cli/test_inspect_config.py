@@ -127,6 +127,8 @@ def test_a_division_is_the_runtime_s_own(tiny_quantized):
     assert mine is not None
     for name in ("pages", "weight_pages", "usable_granules", "granule_blocks", "reachable_blocks"):
         assert getattr(mine, name) == getattr(real, name)
+    # What an engine on this model reports of itself: 32 tokens of 4 layers, 2 heads of 64, twice.
+    assert Forecast.of(config, Question(block_tokens=32)).block.nbytes == 65536
 
 
 @pytest.mark.parametrize("reserve", [None, 2 * GIB])

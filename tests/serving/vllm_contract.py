@@ -34,6 +34,8 @@ CONTRACT = (
     Uses("vllm/plugins/__init__.py", "load_general_plugins"),
     Uses("vllm/logger.py", "init_logger", ("name",)),
     Uses(f"{_QUANT}/__init__.py", "register_quantization_config", ("quantization",)),
+    Uses(f"{_QUANT}/__init__.py", "QUANTIZATION_METHODS"),
+    Uses("vllm/platforms/interface.py", "Platform.device_name"),
     Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.get_quant_method", ("layer", "prefix")),
     Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.from_config", ("config",)),
     Uses(f"{_QUANT}/base_config.py", "QuantizationConfig.get_supported_act_dtypes"),
