@@ -39,12 +39,15 @@ def plugin() -> dict[str, Any]:
 
 def engine(path: str) -> dict[str, Any]:
     """Start an engine as eval does and count the tokens that it gives."""
-    import torch
     from vllm import LLM, SamplingParams
 
-    on_cpu = not torch.cuda.is_available()
-    asked: dict[str, Any] = {"kv_cache_memory_bytes": _KV_BYTES} if on_cpu else {}
-    model = LLM(path, max_model_len=64, max_num_seqs=1, enforce_eager=True, **asked)
+    model = LLM(
+        path,
+        max_model_len=64,
+        max_num_seqs=1,
+        kv_cache_memory_bytes=_KV_BYTES,
+        enforce_eager=True,
+    )
     try:
         sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
         prompt: Any = [{"prompt_token_ids": [1, 2, 3]}]
