@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from pagedweight.checkpoint.plan import uniform_plan
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.cli.main import main
 from pagedweight.eval.evaluate import expert_bytes
@@ -67,15 +69,13 @@ def run(*args: object) -> int:
 def test_all_tasks_run_on_one_engine_and_nothing_is_fetched(
     tiny_quantized, data, capfd, monkeypatch
 ):
-    def refuse(host, *_, **__):
-        raise AssertionError(f"asked for the network: {host}")
-
-    import socket
-
     real = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda h, *a, **k: real(h, *a, **k) if _local(h) else refuse(h)
-    )
+
+    def only_here(host, *args, **kwargs):
+        assert _local(host), f"asked for the network: {host}"
+        return real(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", only_here)
     names = ",".join(TASKS)
     arguments = ("--tasks", names, "--data-dir", data, "--limit", 2, "--bits", 3, "--json")
     assert run("eval", tiny_quantized, *arguments) == 0
@@ -83,7 +83,7 @@ def test_all_tasks_run_on_one_engine_and_nothing_is_fetched(
     assert [row["task"] for row in found["tasks"]] == list(TASKS)
     checkpoint = Checkpoint.open(tiny_quantized)
     assert found["precision"]["mean_bits"] == 3
-    uniform = expert_bytes(checkpoint, _uniform(checkpoint, 3))
+    uniform = expert_bytes(checkpoint, uniform_plan(checkpoint, 3))
     assert found["precision"]["expert_bytes"] == uniform
     assert found["context"] == 2048
     for row in found["tasks"]:
@@ -100,12 +100,6 @@ def test_all_tasks_run_on_one_engine_and_nothing_is_fetched(
 
 def _local(host: object) -> bool:
     return host in (None, "localhost", "127.0.0.1", "::1", "0.0.0.0") or str(host)[0].isdigit()
-
-
-def _uniform(checkpoint: Checkpoint, bits: int):
-    from pagedweight.checkpoint.plan import uniform_plan
-
-    return uniform_plan(checkpoint, bits)
 
 
 def test_elastic_tasks_use_the_classes_that_serve(tiny_quantized, data, tmp_path):
