@@ -15,6 +15,7 @@ import numpy as np
 from pagedweight.core.planner.context import Levels, PlanContext
 from pagedweight.core.planner.order import Mask
 from pagedweight.core.planner.plan import Plan
+from pagedweight.core.planner.restore import restore_plan
 from pagedweight.core.planner.score import Rows
 
 STAGE = "exchange"
@@ -28,31 +29,44 @@ def exchange_plan(context: PlanContext, rows: Rows) -> Plan:
     Rises in order of damage recovered per byte are paid for by falls in order of damage done per
     byte, while the first is at least `exchange_ratio` times the second; a row moves one level, and
     at most `reload_pages_per_step` rise. Falls keep to the tightest floors that all rows are at.
+
+    Pages are whole, so what comes back may be less than was lowered for: the other half is planned
+    too, and where it would not recover `exchange_ratio` times the damage, half as many rise.
     """
+    rises = _paid_rises(context, rows)
+    while rises:
+        plan = _lowering(context, rows, [row for paid in rises for row in paid])
+        after = rows.now.copy()
+        after[plan.rows] = context.levels_of(plan.to_bits)
+        back = restore_plan(context, Rows.of(context, rows.damage, after), plan.returned_bytes)
+        if -back.damage >= context.policy.exchange_ratio * plan.damage:
+            return plan
+        rises = rises[: len(rises) // 2]
+    return Plan.none(STAGE)
+
+
+def _paid_rises(context: PlanContext, rows: Rows) -> list[list[int]]:
+    """For each rise that is worth it, best first, the rows that fall for it."""
     ratio, most = context.policy.exchange_ratio, context.policy.reload_pages_per_step
     rises = _steps(context, rows, rows.now, rows.now < context.steps, best=True)
     falls = _steps(context, rows, rows.now - 1, rows.now > _floor(context, rows), best=False)
-    lowered: list[int] = []
-    released = wanted = 0
-    worst = 0.0
+    paid: list[list[int]] = []
     moved: set[int] = set()
-    for taken, (gain, size, row) in enumerate(rises):
-        if taken == most or row in moved:
-            break
+    released = wanted = 0
+    for gain, size, row in rises:
         wanted += size
         mine: list[int] = []
-        for harm, given, other in falls if released < wanted else ():
+        while released < wanted and (fall := next(falls, None)) is not None:
+            harm, given, other = fall
             if harm * ratio > gain or other == row:
-                break
+                return paid
             mine.append(other)
-            released, worst = released + given, harm
-            if released >= wanted:
-                break
-        if released < wanted or worst * ratio > gain:
-            break
-        lowered += mine
+            released += given
+        if released < wanted or row in moved or len(paid) == most:
+            return paid
         moved |= {row, *mine}
-    return _lowering(context, rows, lowered)
+        paid.append(mine)
+    return paid
 
 
 def _lowering(context: PlanContext, rows: Rows, lowered: list[int]) -> Plan:
