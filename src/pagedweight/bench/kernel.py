@@ -174,9 +174,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("bench kernel measures the CUDA kernels and needs a GPU")
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s", flush=True)
-    rows = [row for name in options.shape for row in measure(SHAPES[name], options, bandwidth)]
-    if options.json:
-        write(options.json, rows, bandwidth)
+    rows: list[dict] = []
+    for name in options.shape:
+        rows += measure(SHAPES[name], options, bandwidth)
+        if options.json:
+            write(options.json, rows, bandwidth)
 
 
 def write(folder: Path, rows: list[dict], bandwidth: float) -> None:
