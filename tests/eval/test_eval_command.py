@@ -71,7 +71,6 @@ def test_the_table_names_what_was_measured(tiny_quantized, tiny_moe, capfd):
         (("--bits", 3, "--plan", "x.json"), "--bits and --plan exclude each other"),
         (("--plan", "nowhere.json"), "nowhere.json is missing"),
         (("--window", 2048, "--windows", 90), "90 needed"),
-        (("--text", "nowhere.txt"), "nowhere.txt is not a file"),
         (("--model", "nowhere"), "nowhere is not a folder"),
         (("--engine", "vllm", "--model", "x"), "--model goes with --engine reference"),
         (("--dtype", "int8"), "--dtype int8 is not one of float32, bfloat16, float16"),
@@ -83,6 +82,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tiny_quantized, capfd, args, 
     assert message in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out == ""
+
+
+def test_a_text_that_is_not_there(tiny_quantized, capfd):
+    assert run("eval", tiny_quantized, "--text", "nowhere.txt") == 2
+    assert "nowhere.txt is not a file" in capfd.readouterr().err
 
 
 def test_an_unquantized_model_has_no_bits(tiny_moe, capfd):

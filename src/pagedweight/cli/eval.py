@@ -1,4 +1,4 @@
-"""`pagedweight eval`: token perplexity, and KL to the unquantized model."""
+"""`pagedweight eval`: token perplexity and KL to the unquantized model, or tasks with answers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_TASKS = "Tasks (lm-eval, vLLM engine)"
+_POLICIES = "Policies at equal bytes (reference engine)"
 
 
 class EngineName(StrEnum):
@@ -27,15 +31,25 @@ class DeviceName(StrEnum):
     cuda = "cuda"
 
 
+class LoadName(StrEnum):
+    """Values of --load."""
+
+    requests = "requests"
+    constant = "constant"
+
+
 def command(
     path: Annotated[
         Path,
         typer.Argument(metavar="OUT", help="A quantized checkpoint, or an unquantized one."),
     ],
     text: Annotated[
-        str,
-        typer.Option(help="Text file, or JSON lines with a 'text'; FILE:0-499 picks documents."),
-    ],
+        list[str] | None,
+        typer.Option(
+            help="Text file, or JSON lines with a 'text'; FILE:0-499 picks documents. For policies "
+            "several, each FILE or NAME=FILE."
+        ),
+    ] = None,
     bits: Annotated[
         int | None, typer.Option(help="Bits of every linear block (default: the highest stored).")
     ] = None,
@@ -60,15 +74,124 @@ def command(
     ] = None,
     device: Annotated[DeviceName, typer.Option(help="Where the reference runs.")] = DeviceName.cpu,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks to run instead, separated by commas.", rich_help_panel=_TASKS),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the tasks' data.", rich_help_panel=_TASKS)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Items of each task (default: all).", rich_help_panel=_TASKS)
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve the tasks elastically in this memory, as serve does.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    policy_file: Annotated[
+        Path | None,
+        typer.Option(help="Policy file for --memory and for paged (default: the defaults)."),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="uniform, random, static, dynamic-layer, paged, oracle; several with commas.",
+            rich_help_panel=_POLICIES,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes of the routed experts: 28.5MB, or 3b for those of uniform 3 bits; several "
+            "with commas.",
+            rich_help_panel=_POLICIES,
+        ),
+    ] = None,
+    frontier: Annotated[
+        bool,
+        typer.Option("--frontier", help="All policies, 2.5 to 5 bits.", rich_help_panel=_POLICIES),
+    ] = False,
+    ablation: Annotated[
+        bool,
+        typer.Option(
+            "--ablation", help="paged without each of its parts.", rich_help_panel=_POLICIES
+        ),
+    ] = False,
+    load: Annotated[
+        LoadName,
+        typer.Option(
+            help="KV that paged is under: comes and goes with each window, or always the same.",
+            rich_help_panel=_POLICIES,
+        ),
+    ] = LoadName.requests,
+    replan_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Plan again after so many tokens of a window (default: once a window).",
+            rich_help_panel=_POLICIES,
+        ),
+    ] = None,
+    seats: Annotated[
+        int, typer.Option(help="Policies that run side by side.", rich_help_panel=_POLICIES)
+    ] = 8,
+    oracle_windows: Annotated[
+        int,
+        typer.Option(
+            help="Windows of a text that its oracle is made from.", rich_help_panel=_POLICIES
+        ),
+    ] = 16,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write JSON there.", rich_help_panel=_POLICIES),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw the frontier or ablation there.", rich_help_panel=_POLICIES),
+    ] = None,
+    per_window: Annotated[
+        Path | None,
+        typer.Option(help="Write every window's numbers there (npz).", rich_help_panel=_POLICIES),
+    ] = None,
 ) -> None:
-    """Measure token perplexity on a text and, with --model, mean KL to the unquantized model."""
+    """Measure perplexity on a text and, with --model, KL to the unquantized model; or run tasks;
+    or compare policies at equal bytes."""
     from rich.console import Console
     from rich.progress import Progress
 
+    from pagedweight.cli.eval_study import Asked, run_study, study_options
+    from pagedweight.errors import UserError
     from pagedweight.eval.evaluate import EvalOptions, evaluate
-    from pagedweight.eval.windows import WindowChoice
+    from pagedweight.eval.windows import WindowChoice, named_choices
 
-    choice = WindowChoice(text, window, windows, seed)
+    if tasks is not None:
+        if text or model is not None:
+            raise UserError("--tasks does not go with --text and --model: run eval for each")
+        served = (bits, plan, memory, policy_file)
+        return _run_tasks(path, tasks, data_dir, limit, served, dtype, seed, as_json)
+    if (data_dir, limit, memory) != (None,) * 3:
+        raise UserError("--data-dir, --limit and --memory go with --tasks")
+    if not text:
+        raise UserError("nothing to measure: give --text FILE, or --tasks with --data-dir")
+    if policy is not None or frontier or ablation:
+        asked = Asked(policy, budget, frontier, ablation, output, picture, per_window)
+        under = (policy_file, load.value, replan_tokens, dtype, device.value, seats)
+        texts = named_choices(text, window, windows, seed)
+        _refuse_static(bits, plan, engine)
+        return run_study(
+            study_options(path, model, texts, under, seed, oracle_windows), asked, as_json
+        )
+    stray = (policy_file, budget, replan_tokens, output, picture, per_window)
+    if any(value is not None for value in stray):
+        raise UserError(
+            "--policy-file, --budget, --replan-tokens, --output, --picture and --per-window go "
+            "with --policy, --frontier or --ablation"
+        )
+    if len(text) > 1:
+        raise UserError(f"{len(text)} texts: several go with --policy, --frontier or --ablation")
+    choice = WindowChoice(text[0], window, windows, seed)
     options = EvalOptions(path, choice, bits, plan, engine.value, model, dtype, device.value)
     console = Console(stderr=True)
     shown = console.is_terminal and engine is EngineName.reference  # vLLM draws a bar of its own
@@ -81,6 +204,51 @@ def command(
         print(json.dumps(report))
     else:
         _show(report, Console(highlight=False))
+
+
+def _refuse_static(bits: int | None, plan: Path | None, engine: EngineName) -> None:
+    from pagedweight.errors import UserError
+
+    if bits is not None or plan is not None or engine is EngineName.vllm:
+        raise UserError(
+            "policies choose the bits, in the reference engine: --bits, --plan and --engine vllm "
+            "do not go with them"
+        )
+
+
+def _run_tasks(
+    path: Path,
+    tasks: str,
+    data_dir: Path | None,
+    limit: int | None,
+    served: tuple[int | None, Path | None, str | None, Path | None],
+    dtype: str | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """`served`: bits, plan, memory, policy file."""
+    from rich.console import Console
+
+    from pagedweight.errors import UserError
+    from pagedweight.eval.tasks.harness import TaskOptions, run_tasks
+    from pagedweight.eval.tasks.table import show_tasks
+    from pagedweight.serving.options import ServeOptions, parse_bytes
+
+    if data_dir is None:
+        raise UserError("--tasks needs --data-dir, the folder with the tasks' data")
+    bits, plan, memory, policy = served
+    serve = ServeOptions(
+        bits=bits,
+        plan=str(plan.resolve()) if plan else None,
+        memory=None if memory is None else parse_bytes(memory),
+        policy=str(policy.resolve()) if policy else None,
+    )
+    names = tuple(filter(None, (name.strip() for name in tasks.split(","))))
+    report = run_tasks(TaskOptions(path, names, data_dir, limit, serve, dtype, seed))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        show_tasks(report, Console(highlight=False))
 
 
 def _show(report: dict[str, Any], console: Console) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-_EXPERTS = ("gate_up_proj", "down_proj")
+EXPERTS = ("gate_up_proj", "down_proj")
 """transformers' names of a layer's experts, [E, 2I, H] and [E, H, I], by kind."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -57,20 +57,29 @@ def load_quantized(
 
     Raises CheckpointError when the checkpoint and transformers' model do not fit.
     """
-    model, missing = _load(checkpoint.path, dtype)
-    modules = _expert_modules(model)
+    whole = load_whole(checkpoint.path, dtype, device)
+    model, modules = whole.model, expert_modules(whole.model)
     found = sorted(modules)
     if found != sorted(checkpoint.moe_layers):
         raise CheckpointError(
             f"{checkpoint.path} has routed experts in layers {listing(checkpoint.moe_layers)}, "
             f"transformers' {type(model).__name__} in layers {listing(found)}"
         )
-    if absent := [name for name in missing if name.rsplit(".", 1)[-1] not in _EXPERTS]:
-        raise CheckpointError(f"{checkpoint.path} lacks tensors: {listing(absent)}")
     for position, layer in enumerate(checkpoint.moe_layers):
-        for kind, name in enumerate(_EXPERTS):
+        for kind, name in enumerate(EXPERTS):
             weight = getattr(modules[layer], name)
             _fill(weight.data, checkpoint, plan, position, kind)
+    return whole
+
+
+def load_whole(path: Path, dtype: torch.dtype, device: torch.device) -> ReferenceModel:
+    """A quantized checkpoint's model with experts that hold nothing yet.
+
+    Raises CheckpointError when another tensor is missing.
+    """
+    model, missing = _load(path, dtype)
+    if absent := [name for name in missing if name.rsplit(".", 1)[-1] not in EXPERTS]:
+        raise CheckpointError(f"{path} lacks tensors: {listing(absent)}")
     return ReferenceModel(model, device)
 
 
@@ -80,7 +89,7 @@ def _fill(
     block, experts = checkpoint.shape.blocks[kind], checkpoint.shape.experts
     if tuple(weight.shape) != (experts, block.rows, block.cols):
         raise CheckpointError(
-            f"transformers' {_EXPERTS[kind]} is {list(weight.shape)}, the checkpoint's "
+            f"transformers' {EXPERTS[kind]} is {list(weight.shape)}, the checkpoint's "
             f"{[experts, block.rows, block.cols]}"
         )
     for expert in range(experts):
@@ -88,11 +97,11 @@ def _fill(
         weight[expert] = checkpoint.dequantize(position, expert, KINDS[kind], bits, weight.dtype)
 
 
-def _expert_modules(model: torch.nn.Module) -> dict[int, Any]:
+def expert_modules(model: torch.nn.Module) -> dict[int, Any]:
     """Modules that hold routed experts as 3-D parameters, by decoder layer."""
     found = {}
     for name, module in model.named_modules():
-        weight, layer = module._parameters.get(_EXPERTS[0]), _LAYER.search(name)
+        weight, layer = module._parameters.get(EXPERTS[0]), _LAYER.search(name)
         if weight is not None and weight.ndim == 3 and layer:
             found[int(layer[1])] = module
     return found

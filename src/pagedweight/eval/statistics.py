@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,3 +66,38 @@ def perplexity(nll: Floats, seed: int) -> Estimate:
     """exp of the mean of windows' mean negative log-likelihoods, and of its interval's ends."""
     mean = bootstrap(nll, seed)
     return Estimate(*(float(np.exp(v)) for v in (mean.mean, mean.low, mean.high)))
+
+
+def paired(
+    ours: Sequence[Floats], theirs: Sequence[Floats], seed: int
+) -> tuple[Estimate, Estimate]:
+    """(difference, share): mean(ours) - mean(theirs), and that over mean(theirs), with intervals.
+
+    Each is a list of texts [windows of the text]; the mean is over texts, each the mean of its
+    windows, and windows are redrawn text by text, the same ones on both sides.
+    """
+    rng = np.random.default_rng(seed)
+    means = np.zeros((2, RESAMPLES))
+    for pair in zip(ours, theirs, strict=True):
+        rows = rng.integers(0, len(pair[0]), (RESAMPLES, len(pair[0])))
+        means += np.array([values[rows].mean(axis=1) for values in pair]) / len(ours)
+    point = np.array([np.mean([text.mean() for text in side]) for side in (ours, theirs)])
+    found = []
+    for drawn, value in (
+        (means[0] - means[1], point[0] - point[1]),
+        (means[0] / means[1] - 1, point[0] / point[1] - 1),
+    ):
+        low, high = np.quantile(drawn, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+        found.append(Estimate(float(value), float(low), float(high)))
+    return found[0], found[1]
+
+
+def over_texts(values: Sequence[Floats], seed: int) -> Estimate:
+    """Mean over texts of the means of their windows, windows redrawn text by text."""
+    rng = np.random.default_rng(seed)
+    means = np.zeros(RESAMPLES)
+    for text in values:
+        rows = rng.integers(0, len(text), (RESAMPLES, len(text)))
+        means += text[rows].mean(axis=1) / len(values)
+    low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Estimate(float(np.mean([text.mean() for text in values])), float(low), float(high))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,3 +59,26 @@ def cut_windows(choice: WindowChoice, model: Path) -> torch.Tensor:
         picked = np.sort(rng.choice(available, choice.windows, replace=False))
     rows = [start + stream[n * body : (n + 1) * body] for n in picked]
     return torch.tensor(rows, dtype=torch.int64)
+
+
+def named_texts(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=FILE to names and files; a file without a name is called by its stem."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not equals or "/" in name:
+            name, file = Path(text.partition(":")[0]).stem, text
+        if name in found:
+            raise UserError(f"two texts are called {name}: write --text OTHER={file}")
+        found[name] = file
+    return found
+
+
+def named_choices(
+    texts: Sequence[str], window: int, windows: int | None, seed: int
+) -> tuple[tuple[str, WindowChoice], ...]:
+    """The texts with the windows to take of each."""
+    return tuple(
+        (name, WindowChoice(file, window, windows, seed))
+        for name, file in named_texts(texts).items()
+    )
