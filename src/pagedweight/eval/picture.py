@@ -24,6 +24,7 @@ ACROSS = 3
 def draw_frontier(rows: Rows, path: Path) -> None:
     """KL to the source against bytes of routed experts on the device, one panel for each text."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     texts = list(dict.fromkeys(row["text"] for row in rows))
     down = -(-len(texts) // ACROSS)
@@ -58,6 +59,9 @@ def draw_frontier(rows: Rows, path: Path) -> None:
                 label=policy,
             )
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_title(text, fontsize=10)
         axis.grid(alpha=0.25, which="both", linewidth=0.5)
         axis.tick_params(labelsize=8)
@@ -77,7 +81,7 @@ def draw_ablation(rows: Rows, path: Path) -> None:
     over = [row for row in rows if row["text"] == ALL]
     budgets = sorted({row["budget_bytes"] for row in over})
     names = list(dict.fromkeys(row["configuration"] for row in over))
-    figure = Figure((3.6 * len(budgets) + 1.6, 2.6), layout="constrained")
+    figure = Figure((3.9 * len(budgets) + 1.6, 2.6), layout="constrained")
     axes = figure.subplots(1, len(budgets), squeeze=False)[0]
     for axis, budget in zip(axes, budgets, strict=True):
         for at, name in enumerate(reversed(names)):
@@ -95,7 +99,7 @@ def draw_ablation(rows: Rows, path: Path) -> None:
             )
             axis.text(mean, at, said, va="center", fontsize=7.5)
         axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
-        axis.set_xlim(0, 1.45 * max(r["kl"]["mean"] for r in over if r["budget_bytes"] == budget))
+        axis.set_xlim(0, 1.6 * max(r["kl"]["mean"] for r in over if r["budget_bytes"] == budget))
         axis.set_title(f"{budget / MB:.1f} MB of routed experts", fontsize=9)
         axis.set_xlabel("mean KL to bf16 over the texts, nats", fontsize=8)
         axis.tick_params(labelsize=8)

@@ -66,12 +66,13 @@ def dynamic_layer(context: PlanContext, budget_bytes: int) -> FixedPolicy:
 
     A layer reads the higher level for the share of tokens whose estimated error at the lower one is
     largest; the share makes the bytes *read* meet the budget on average. Resident are the planes of
-    the higher level (paper 5.1: it "needs to keep the higher-bit tensors in memory").
+    the higher level (paper 5.1: it "needs to keep the higher-bit tensors in memory"), unless the
+    budget is a level's bytes and there is nothing to choose.
     """
     level, spare = uniform_level(context, budget_bytes)
     bits = context.sizes.levels
     low = np.full(context.index.shape, bits[level], np.int8)
-    if level == context.steps:
+    if level == context.steps or not spare:
         return FixedPolicy(Assignment(low))
     high = np.full(context.index.shape, bits[level + 1], np.int8)
     share = min(1.0, spare / float(context.delta[level].sum()))
