@@ -9,15 +9,18 @@ from pathlib import Path
 import torch
 
 IN_MEMORY_BYTES = 2 << 30
-"""Larger buffers are a file: pages that are not in use can leave memory."""
+"""Buffers that are larger together are files: pages that are not in use can leave memory."""
 
 
 class ActivationBuffer:
-    """float32 [sequences, T, H]; one sequence is read or written at a time."""
+    """float32 [sequences, T, H]; one sequence is read or written at a time.
 
-    def __init__(self, size: tuple[int, int, int], scratch: Path) -> None:
+    `together`: buffers of this size that are alive at once.
+    """
+
+    def __init__(self, size: tuple[int, int, int], scratch: Path, together: int = 1) -> None:
         elements = math.prod(size)
-        if elements * 4 <= IN_MEMORY_BYTES:
+        if together * elements * 4 <= IN_MEMORY_BYTES:
             self._data = torch.empty(size, dtype=torch.float32)
             return
         # Unlinked while open: it goes with the process, however that ends.

@@ -1,11 +1,12 @@
-"""Calibration forward through a model of which one decoder layer is in memory at a time.
+"""A model of which one decoder layer is in memory at a time, forward and backward.
 
 transformers builds the text model without weights. Every decoder layer but the current one passes
 its input on, so the model's own forward prepares masks, positions and whatever else an architecture
 hands to its layers, and only the current layer computes: it starts from the activations that the
 layers before it left in the buffer, whatever the model does to embeddings on their way in.
-Everything is float32, and experts add to a token in the order of their numbers, so that a run
-repeats to the bit.
+The head runs the same way, with every layer passing on. Backward, a layer runs again from its kept
+input and hands on the gradient; weights have none. Everything is float32, and experts add to a
+token in the order of their numbers, so that a run repeats to the bit.
 """
 
 from __future__ import annotations
@@ -15,24 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from pagedweight.calibrate.buffer import ActivationBuffer
+from pagedweight.calibrate.experts import Experts, Weights, read_experts, run_experts
 from pagedweight.calibrate.moments import LayerMoments, MomentSums
 from pagedweight.checkpoint.names import text_config
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.errors import CheckpointError
 
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden states [T, H], expert ids [T, k], routing weights [T, k]) to the experts' sum [T, H]."""
-
-ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 LINKS_LAYERS = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 """Config keys of models whose layers take more than their predecessor's output."""
+
+HEAD = -2
+"""In place of a layer's number: the final norm and the head."""
 
 
 class StreamedModel:
@@ -41,12 +37,15 @@ class StreamedModel:
     def __init__(self, source: SourceCheckpoint, device: torch.device) -> None:
         self.source = source
         self.device = device
-        self.model = _build(source)
+        self.causal = _build(source).requires_grad_(False)
+        self.model = self.causal.get_decoder()
         self._layer = -1
         self._input = torch.empty(0)
+        self._routed = [_experts_module(layer) for layer in self.model.layers]
         for number, layer in enumerate(self.model.layers):
             layer.forward = self._run_or_pass(number, layer.forward)
-        self.model.norm = torch.nn.Identity()  # only the layers count
+        self._norm = self.model.norm
+        self.model.norm = torch.nn.Identity()  # only the layers count, until `load_head`
         _real_buffers(self.model, device)
         self._names = _names_below(source)
 
@@ -54,7 +53,7 @@ class StreamedModel:
         """Bring in a layer's weights but its routed experts, for which `experts` stands in."""
         self._layer = number
         layer = self.model.layers[number]
-        routed = _experts_module(layer)
+        routed = self._routed[number]
         if (routed is None) != (experts is None):
             raise CheckpointError(
                 f"layer {number} of {self.source.path} "
@@ -95,8 +94,41 @@ class StreamedModel:
         self._input = hidden[None].to(self.device)
         return self.model(inputs_embeds=self._input, use_cache=False).last_hidden_state[0]
 
+    @torch.enable_grad()
+    def pull_back(self, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Run the loaded layer again on `hidden` [T, H] and take the gradient of its output,
+        [T, H] on the device, back to its input."""
+        self._input = hidden[None].to(self.device).requires_grad_()
+        out = self.model(inputs_embeds=self._input, use_cache=False).last_hidden_state
+        (back,) = torch.autograd.grad(out, self._input, gradient[None])
+        return back[0]
+
+    def load_head(self) -> None:
+        """Bring in the final norm and the head, for `logits`."""
+        self._layer = HEAD
+        self.model.norm = self._norm
+        self._fill(self._norm, "norm.")
+        stored = "embed_tokens." if self.source.tied else "lm_head."
+        self._fill(self.causal.lm_head, stored)
+
+    def drop_head(self) -> None:
+        """Forget the head's weights; only the layers count again."""
+        self._layer = -1
+        self.causal.lm_head.to("meta")
+        self._norm.to("meta")
+        self.model.norm = torch.nn.Identity()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, V] for the last layer's output at n positions, [n, H] on the device."""
+        self._input = hidden[None]
+        return self.causal(inputs_embeds=self._input, use_cache=False).logits[0]
+
     def _run_or_pass(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        last = number == len(self.model.layers) - 1
+
         def run_or_pass(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._layer == HEAD and last:
+                return self._input
             if number != self._layer:
                 return hidden_states
             return forward(self._input, *args, **kwargs)
@@ -130,20 +162,27 @@ class StreamedModel:
 class StreamedMoments:
     """Moments of the calibration tokens, decoder layer by decoder layer.
 
-    Holds one layer's weights (routed experts in the source's type) and the activations of all
-    tokens, float32, in memory or, when large, in a file below `scratch`.
+    Holds one layer's weights (routed experts in the source's type), with `products` its experts'
+    E[x x^T], and the activations of all tokens, float32, in memory or, when large, in a file below
+    `scratch`.
     """
 
     def __init__(
-        self, source: SourceCheckpoint, tokens: torch.Tensor, device: torch.device, scratch: Path
+        self,
+        source: SourceCheckpoint,
+        tokens: torch.Tensor,
+        device: torch.device,
+        scratch: Path,
+        products: bool = False,
     ) -> None:
         self.source = source
+        self._products = products
         self.model = StreamedModel(source, device)
         self.buffer = ActivationBuffer((*tokens.shape, source.shape.hidden), scratch)
         for number, hidden in enumerate(self.model.embed(tokens)):
             self.buffer.write(number, hidden)
         self._next = 0
-        self._weights: dict[tuple[int, str], torch.Tensor] = {}
+        self._weights: Weights = {}
 
     def advance(self, layer: int) -> tuple[LayerMoments, Callable[[int, str], torch.Tensor]] | None:
         """Run all sequences through `layer`, the one after the last; see `Measurer`."""
@@ -151,60 +190,32 @@ class StreamedMoments:
             raise ValueError(f"layer {layer} asked for, {self._next} is next")
         self._next += 1
         self._weights.clear()
-        sums = None
+        sums, experts = None, None
         if layer in self.source.moe_layers:
-            self._read_experts(self.source.moe_layers.index(layer))
-            sums = MomentSums(self.source.shape, self.model.device)
-        self.model.load(layer, self._experts(sums) if sums else None)
+            position = self.source.moe_layers.index(layer)
+            self._weights = read_experts(self.source, position, self.model.device)
+            sums = MomentSums(self.source.shape, self.model.device, self._products)
+            experts = run_experts(self._weights, self.source.activation, sums.visit)
+        self.model.load(layer, experts)
         for number in range(len(self.buffer)):
             self.buffer.write(number, self.model.run(self.buffer.read(number)))
         self.model.drop(layer)
         if sums is None:
             return None
-        return sums.moments(), lambda expert, kind: self._weights.pop((expert, kind))
-
-    def _read_experts(self, position: int) -> None:
-        for expert in range(self.source.shape.experts):
-            for kind in ("gate_up", "down"):
-                weights = self.source.expert(position, expert, kind)
-                self._weights[expert, kind] = weights.to(self.model.device)
-
-    def _experts(self, sums: MomentSums) -> Experts:
-        activate = ACTIVATE[self.source.activation]
-
-        def forward(
-            hidden: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
-        ) -> torch.Tensor:
-            out = torch.zeros_like(hidden)
-            for expert in range(self.source.shape.experts):
-                token, choice = torch.where(expert_ids == expert)
-                if not len(token):
-                    continue
-                x, r = hidden[token], routing_weights[token, choice]
-                sums.route(expert, r)
-                sums.add("gate_up", expert, x)
-                gate, up = functional.linear(x, self._weights[expert, "gate_up"].float()).chunk(
-                    2, dim=-1
-                )
-                inner = activate(gate) * up
-                sums.add("down", expert, inner)
-                # Tokens of one expert are distinct: no two sums meet, the order is the experts'.
-                out[token] += (
-                    functional.linear(inner, self._weights[expert, "down"].float()) * r[:, None]
-                )
-            return out
-
-        return forward
+        weights = self._weights
+        return sums.moments(), lambda expert, kind: weights.pop((expert, kind))
 
 
 def _build(source: SourceCheckpoint) -> Any:
-    """The text model without weights; raises CheckpointError when transformers has none."""
-    from transformers import AutoConfig, AutoModel
+    """The language model without weights; raises CheckpointError when transformers has none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(source.path).get_text_config()
         with torch.device("meta"):
-            model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"transformers cannot build {source.path}: {error}") from error
     for key in LINKS_LAYERS:

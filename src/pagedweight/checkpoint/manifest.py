@@ -20,6 +20,8 @@ FORMAT = "pagedweight"
 FORMAT_VERSION = 1
 MANIFEST = "pagedweight.json"
 CALIBRATION = "experts/calibration.safetensors"
+NEXT_MANIFEST = f"{MANIFEST}.new"
+"""Beside the manifest while calibration is being replaced."""
 PARTIAL = ".pagedweight-partial"
 """Folder inside an unfinished checkpoint: the options it was started with, measurements so far."""
 TABLE_DTYPES = {"bfloat16": "BF16", "float16": "F16"}

@@ -15,6 +15,7 @@ from pagedweight.checkpoint import calibration as cal
 from pagedweight.checkpoint.layout import layer_entries
 from pagedweight.checkpoint.manifest import (
     CALIBRATION,
+    NEXT_MANIFEST,
     Manifest,
     check_version,
     layer_file,
@@ -186,6 +187,11 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         for name, record in manifest.files.items()
         if name.endswith(".safetensors") and sizes[name] != record.bytes
     ]
+    if wrong and (folder / NEXT_MANIFEST).exists():
+        raise CheckpointError(
+            f"{folder}: calibration was being replaced when that was stopped; "
+            f"run `pagedweight calibrate` again to end it"
+        )
     if wrong:
         raise CheckpointError(f"{folder}: damaged files: {listing(wrong)}; copy them again")
 

@@ -26,6 +26,9 @@ def command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every file and compare its checksum.")
     ] = False,
+    policy: Annotated[
+        Path | None, typer.Option(help="A policy file instead of a checkpoint.")
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -55,19 +58,25 @@ def command(
         typer.Option("--plan", help="Choose bits for the budget.", rich_help_panel=_FORECAST),
     ] = False,
 ) -> None:
-    """Show what a checkpoint holds and whether it is whole; or what a model will take."""
+    """Show what a checkpoint holds and whether it is whole; what a model will take; or a policy."""
     from rich.console import Console
 
     from pagedweight.checkpoint.reader import Checkpoint
     from pagedweight.checkpoint.summary import summarize
     from pagedweight.errors import UserError
 
+    if policy is not None:
+        if path is not None or config is not None or verify:
+            raise UserError("--policy shows a policy file alone: leave out OUT, --config, --verify")
+        from pagedweight.cli.inspect_policy import show_policy
+
+        return show_policy(policy, as_json)
     if config is not None:
         if path is not None or verify:
             raise UserError("--config does not go with OUT and --verify: nothing is there yet")
         return _forecast(config, budget, reserve, bits, plan, as_json)
     if path is None:
-        raise UserError("nothing to inspect: give OUT, or --config with a config.json")
+        raise UserError("nothing to inspect: give OUT, --config with a config.json, or --policy")
     if plan or (budget, reserve, bits) != (None,) * 3:
         raise UserError(
             "--budget, --reserve, --bits and --plan go with --config; the config.json of OUT does"

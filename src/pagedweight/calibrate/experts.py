@@ -1,0 +1,76 @@
+"""The routed experts of one layer in plain torch, with a visitor at every linear block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from pagedweight.checkpoint.source import SourceCheckpoint
+from pagedweight.core.geometry import KINDS
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden states [T, H], expert ids [T, k], routing weights [T, k]) to the experts' sum [T, H]."""
+Weights = dict[tuple[int, str], torch.Tensor]
+"""(expert, kind) to [N, K] in the source's type."""
+
+ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """One linear block applied to the n tokens that were routed to its expert.
+
+    inputs:  [n, K], outside of any graph.
+    outputs: [n, N] before activation and routing weight, in the graph when gradients are on.
+    weights: r, [n]; token: int64 [n], positions in the sequence, ascending.
+    """
+
+    expert: int
+    kind: str
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    weights: torch.Tensor
+    token: torch.Tensor
+
+
+def read_experts(source: SourceCheckpoint, layer_pos: int, device: torch.device) -> Weights:
+    """All routed experts of a layer on the device."""
+    return {
+        (expert, kind): source.expert(layer_pos, expert, kind).to(device)
+        for expert in range(source.shape.experts)
+        for kind in KINDS
+    }
+
+
+def run_experts(weights: Weights, activation: str, visit: Callable[[ExpertCall], None]) -> Experts:
+    """The experts as a function that stands in for their module's forward."""
+    activate = ACTIVATE[activation]
+    experts = 1 + max(expert for expert, _ in weights)
+
+    def forward(
+        hidden: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(experts):
+            token, choice = torch.where(expert_ids == expert)
+            if not len(token):
+                continue
+            x, r = hidden[token], routing_weights[token, choice]
+            pre = functional.linear(x, weights[expert, "gate_up"].float())
+            visit(ExpertCall(expert, "gate_up", x.detach(), pre, r.detach(), token))
+            gate, up = pre.chunk(2, dim=-1)
+            inner = activate(gate) * up
+            y = functional.linear(inner, weights[expert, "down"].float())
+            visit(ExpertCall(expert, "down", inner.detach(), y, r.detach(), token))
+            # Tokens of one expert are distinct: no two sums meet, the order is the experts'.
+            out.index_add_(0, token, y * r[:, None])
+        return out
+
+    return forward
