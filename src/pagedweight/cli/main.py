@@ -14,7 +14,18 @@ import typer
 from pagedweight import __version__
 from pagedweight.errors import UserError
 
-COMMANDS = ("quantize", "inspect", "serve", "eval", "top", "plot", "bench", "doctor")
+COMMANDS = (
+    "quantize",
+    "calibrate",
+    "inspect",
+    "plan",
+    "serve",
+    "eval",
+    "top",
+    "plot",
+    "bench",
+    "doctor",
+)
 """Modules of this package, in the order of the help text. A module may have `SETTINGS`, keyword
 arguments for `typer.Typer.command`."""
 
