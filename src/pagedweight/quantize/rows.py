@@ -132,7 +132,7 @@ def _quantize_numba(
         table = tables[level].float().numpy()
         numba_rows.row_errors(weights, importance, codes, top - level, table, out)
         row_error[:, position] = out
-    return RowCodes(codes, _raw(tables), row_error)
+    return RowCodes(codes, raw_tables(tables), row_error)
 
 
 def _quantize_torch(
@@ -143,8 +143,8 @@ def _quantize_torch(
     codes, leaf_weight, leaf_moment = torch_rows.fit(w, fit_h, levels[0], levels[-1])
     tables = level_tables(leaf_weight, leaf_moment, levels, dtype)
     errors = torch_rows.row_errors(w, h, codes, tables)
-    return RowCodes(codes.cpu().numpy(), _raw(tables), errors.cpu().numpy())
+    return RowCodes(codes.cpu().numpy(), raw_tables(tables), errors.cpu().numpy())
 
 
-def _raw(tables: dict[int, torch.Tensor]) -> dict[int, npt.NDArray[np.uint16]]:
+def raw_tables(tables: dict[int, torch.Tensor]) -> dict[int, npt.NDArray[np.uint16]]:
     return {b: t.cpu().view(torch.int16).numpy().view(np.uint16) for b, t in tables.items()}
