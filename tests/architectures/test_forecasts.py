@@ -20,10 +20,10 @@ BILLIONS = {
     "DeepSeek-V3": 671,
     "Moonlight-16B-A3B": 16,
     "Phi-3.5-MoE": 41.9,
-    "granite-3.0-1b-a400m": 1.3,
+    "granite-3.0-1b-a400m": 1.33,
     "granite-3.0-3b-a800m": 3.3,
 }
-"""Total parameters by the model cards. Gemma 4 is in tests/cli, with the keys that its total needs."""
+"""Total parameters by the model cards; Gemma 4 is in tests/cli, with all the keys it needs."""
 
 
 @pytest.mark.parametrize("name", sorted(BILLIONS))
@@ -33,6 +33,6 @@ def test_parameters_and_kv(name):
     shape = found.facts.shape
     experts = published.moe_layers * shape.experts * 3 * shape.hidden * shape.intermediate
     total = (experts + found.plain.nbytes / 2) / 1e9
-    assert total == pytest.approx(BILLIONS[name], rel=0.025)
+    assert total == pytest.approx(BILLIONS[name], rel=0.02)
     assert found.token_bytes == published.kv_bytes
     assert found.one_size
