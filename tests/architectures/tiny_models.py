@@ -27,9 +27,12 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-_LATENT = {  # what vLLM's CPU kernel for latent attention is compiled for
+_LATENT = {  # 512 + 64 is what vLLM's CPU kernel for latent attention is compiled for
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 64},
 }  # fmt: skip
 
 
@@ -101,7 +104,8 @@ MODELS = {
         published={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
         moe_layers=(1, 2),
     ),
-    # Sparse mixing, layer norms and linear layers with biases, a head with one.
+    # Sparse mixing, layer norms and linear layers with biases, a head with one (0: vLLM 0.32 reads
+    # it and does not add it).
     "phimoe": TinyModel(
         "Phimoe",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72,
@@ -143,6 +147,8 @@ def tiny_model(name: str) -> Any:
 def _fill(key: str, tensor: torch.Tensor) -> None:
     if key.endswith("layer_scalar"):
         tensor.fill_(0.8)
+    elif key == "lm_head.bias":
+        tensor.zero_()
     elif key.endswith("e_score_correction_bias"):
         tensor.normal_(std=0.3)
     elif tensor.ndim == 1:
