@@ -167,8 +167,11 @@ def command(
     from pagedweight.eval.windows import WindowChoice, named_choices
 
     if tasks is not None:
-        if text or model is not None:
-            raise UserError("--tasks does not go with --text and --model: run eval for each")
+        if text or model is not None or policy is not None or frontier or ablation:
+            raise UserError(
+                "--tasks does not go with --text, --model, --policy, --frontier and --ablation: "
+                "run eval for each"
+            )
         served = (bits, plan, memory, policy_file)
         return _run_tasks(path, tasks, data_dir, limit, served, dtype, seed, as_json)
     if (data_dir, limit, memory) != (None,) * 3:

@@ -17,6 +17,8 @@ COLOURS = {
     "oracle": "#2f2f2f",
 }
 MARKERS = {"uniform": "s", "random": "x", "static": "o", "dynamic-layer": "D", "paged": "o"}
+LINES = {"oracle": "--", "dynamic-layer": "none"}
+"""What dynamic-layer keeps on the device jumps from budget to budget: no line joins its points."""
 MB = 1e6
 ACROSS = 3
 
@@ -40,14 +42,9 @@ def draw_frontier(rows: Rows, path: Path) -> None:
             if not points:
                 continue
             x = [row["resident_bytes"] / MB for row in points]
-            axis.fill_between(
-                x,
-                [row["low"] for row in points],
-                [row["high"] for row in points],
-                color=colour,
-                alpha=0.12,
-                linewidth=0,
-            )
+            low, high = ([row[end] for row in points] for end in ("low", "high"))
+            if LINES.get(policy) != "none":
+                axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
             axis.plot(
                 x,
                 [row["value"] for row in points],
@@ -55,7 +52,7 @@ def draw_frontier(rows: Rows, path: Path) -> None:
                 marker=MARKERS.get(policy),
                 markersize=3.5,
                 linewidth=1.4 if policy == "paged" else 1.0,
-                linestyle="--" if policy == "oracle" else "-",
+                linestyle=LINES.get(policy, "-"),
                 label=policy,
             )
         axis.set_yscale("log")

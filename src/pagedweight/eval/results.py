@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pagedweight.checkpoint.tensorfile import write_atomic
+from pagedweight.core.policy_file import policy_to_json
 
 if TYPE_CHECKING:
     from pagedweight.eval.frontier import Frontier
@@ -42,7 +43,7 @@ def setting(study: Study) -> dict[str, Any]:
     options = study.options
     return {
         "calibration": study.checkpoint.calibration().metadata,
-        "policy": None if options.policy is None else options.policy.name,
+        "policy": json.loads(policy_to_json(study.policy)),
         "load": options.load,
         "replan_tokens": options.replan_tokens,
         "texts": {name: list(tokens.shape) for name, tokens in study.tokens.items()},
