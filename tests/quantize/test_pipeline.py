@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from factory import VOCAB, make_checkpoint, make_faulty
+from pagedweight.calibrate.stream import StreamedMoments
 from pagedweight.calibrate.text import CalibrationTokens
 from pagedweight.checkpoint.layout import predicted_bytes
 from pagedweight.checkpoint.manifest import CALIBRATION, MANIFEST
@@ -56,7 +57,8 @@ def test_every_block_is_the_quantized_source(
     tmp_path: Path, arch: str, layout: str, calibrated: bool
 ) -> None:
     path = make_checkpoint(tmp_path / "source", arch=arch, layout=layout, layers=2)
-    result = quantize(path, tmp_path / "out", calibration=tokens() if calibrated else None)
+    options = {"calibration": tokens(), "codes": "kmeans"} if calibrated else {}
+    result = quantize(path, tmp_path / "out", **options)
     source, written = SourceCheckpoint.open(path), Checkpoint.open(tmp_path / "out")
     assert written.verify() == []
     measured = written.calibration()
@@ -90,7 +92,7 @@ def test_calibration_changes_where_precision_goes(
     """Weighing by E[x^2] must win by its own measure: without a prior it minimizes it."""
     monkeypatch.setattr(layer_module, "PRIOR_TOKENS", 1e-9)
     path = make_checkpoint(tmp_path / "source", hidden=64, intermediate=64, layers=1)
-    quantize(path, tmp_path / "with", calibration=tokens())
+    quantize(path, tmp_path / "with", calibration=tokens(), codes="kmeans")
     quantize(path, tmp_path / "without")
     source = SourceCheckpoint.open(path)
     informed, uniform = Checkpoint.open(tmp_path / "with"), Checkpoint.open(tmp_path / "without")
@@ -102,6 +104,49 @@ def test_calibration_changes_where_precision_goes(
             for w in (c.dequantize(0, expert, "down", 2) for c in (informed, uniform))
         ]
         assert apart[0] < apart[1]
+
+
+def test_compensated_codes_are_the_default_with_a_calibration_and_lose_less(
+    tmp_path: Path,
+) -> None:
+    """`error` is tr(dW H dW^T) of what was written, and below that of plain codes at each level."""
+    path = make_checkpoint(tmp_path / "source", layers=2)
+    result = quantize(path, tmp_path / "out", calibration=tokens())
+    quantize(path, tmp_path / "plain", calibration=tokens(), codes="kmeans")
+    written, plain = Checkpoint.open(tmp_path / "out"), Checkpoint.open(tmp_path / "plain")
+    measured = written.calibration()
+    assert measured.metadata["codes"] == "compensated"
+    assert plain.calibration().metadata["codes"] == "kmeans"
+    assert result.plain_kept is not None
+    assert result.plain_kept.shape == (2, 4, 2)
+    assert result.plain_kept.mean() < 0.5
+    source = SourceCheckpoint.open(path)
+    streamed = StreamedMoments(source, tokens().tokens, torch.device("cpu"), tmp_path, True)
+    for layer in range(2):
+        moments, read = streamed.advance(layer)
+        for expert in range(4):
+            for at, kind in enumerate(KINDS):
+                weights, product = read(expert, kind).float(), moments.product[kind][expert]
+                diagonal = moments.second_moment[kind][expert]
+                np.testing.assert_allclose(product.diagonal(), diagonal, rtol=1e-4)
+                losses = []
+                for b in written.bits:
+                    apart = [
+                        c.dequantize(layer, expert, kind, b) - weights for c in (written, plain)
+                    ]
+                    losses.append([float(((d @ product) * d).sum()) for d in apart])
+                ours, theirs = np.array(losses).T
+                np.testing.assert_allclose(measured.error[layer, expert, at], ours, rtol=1e-3)
+                assert (ours <= theirs * 1.001).all()
+                assert (result.plain_kept[layer, expert, at] == 1) == (ours == theirs).all()
+
+
+def test_compensated_codes_need_a_calibration(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", layers=1)
+    with pytest.raises(UserError, match="--calibration"):
+        quantize(source, tmp_path / "out", codes="compensated")
+    assert not (tmp_path / "out").exists()
+    assert quantize(source, tmp_path / "out").plain_kept is None
 
 
 def test_bytes_on_disk_are_the_predicted_ones(tmp_path: Path) -> None:
@@ -194,6 +239,20 @@ def test_resume_with_other_options_is_refused(tmp_path: Path) -> None:
         quantize(source, out, resume=True, calibration=tokens())
     with pytest.raises(UserError, match="bits"):
         quantize(source, out, resume=True, bits=(2, 3))
+
+
+def test_resume_with_other_codes_is_refused(tmp_path: Path) -> None:
+    source, out = make_checkpoint(tmp_path / "source", layers=1), tmp_path / "out"
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "copy":
+            raise KeyboardInterrupt
+
+    options = {"calibration": tokens(), "codes": "kmeans"}
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(SourceCheckpoint.open(source), out, QuantizeOptions(**options), stop)
+    with pytest.raises(UserError, match="codes was kmeans, is compensated"):
+        quantize(source, out, resume=True, calibration=tokens())
 
 
 @pytest.mark.parametrize(

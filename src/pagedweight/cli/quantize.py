@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 
     from pagedweight.checkpoint.source import SourceCheckpoint
     from pagedweight.quantize.pipeline import QuantizeOptions, QuantizeResult
+
+
+class CodesName(StrEnum):
+    """Values of --codes."""
+
+    kmeans = "kmeans"
+    compensated = "compensated"
+
 
 STAGES = {
     "check": "checking values",
@@ -47,6 +56,14 @@ def command(
         str | None,
         typer.Option(help="float16 or bfloat16; by default the source's, else bfloat16."),
     ] = None,
+    codes: Annotated[
+        CodesName | None,
+        typer.Option(
+            help="compensated: fitted to how a block's inputs go together (docs/codes.md); kmeans: "
+            "to the size of each input alone, sooner done. By default compensated with a "
+            "calibration, else kmeans.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the bytes of every file and write nothing.")
@@ -76,7 +93,9 @@ def command(
     if dry_run:
         _show_sizes(source, predicted_bytes(source, levels, table_dtype), console)
         return
-    options = QuantizeOptions(levels, table_dtype, tokens, device, resume)
+    options = QuantizeOptions(
+        levels, table_dtype, tokens, device, resume, codes.value if codes else None
+    )
     _show_result(source, out, options, _run(source, out, options), console)
 
 
@@ -151,6 +170,11 @@ def _show_result(
         "weighted squared error: "
         + ", ".join(f"{b} bits {e:.4g}" for b, e in zip(options.bits, summed, strict=True))
     )
+    if result.plain_kept is not None:
+        console.print(
+            f"codes: compensated in {int((result.plain_kept == 0).sum()):,} linear blocks, plain "
+            f"k-means kept in {int(result.plain_kept.sum()):,} that they did not serve better"
+        )
     console.print(_coverage(options, result, layers * shape.experts))
 
 

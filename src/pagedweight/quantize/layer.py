@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,14 @@ import torch
 from pagedweight.calibrate.moments import LayerMoments
 from pagedweight.checkpoint.layerbuffer import LayerBuffer
 from pagedweight.core.geometry import KINDS
-from pagedweight.quantize.rows import quantize_rows
+from pagedweight.quantize.compensated import Compensated, compensate
+from pagedweight.quantize.rows import RowCodes, quantize_rows
 
 ReadExpert = Callable[[int, str], torch.Tensor]
 """(expert, kind) to its [N, K] weights in the source's type."""
 
+BATCH_ELEMENTS = 1 << 28
+"""Weights that a GPU compensates together, in float32; the CPU takes one block at a time."""
 
 PRIOR_TOKENS = 256
 """How many tokens of evidence "all columns count the same" is worth.
@@ -44,28 +47,69 @@ def quantize_layer(
 ) -> dict[str, npt.NDArray[Any]]:
     """Fill `buffer`; returns the layer's calibration arrays by name (docs/format.md, without L).
 
-    One linear block is in memory at a time. `done` is called after each.
+    Codes are compensated where `moments` has products; `plain_kept` then says, int64 [E, 2], which
+    blocks were better off with plain ones. One linear block is in memory at a time, or on a GPU as
+    many of one kind as BATCH_ELEMENTS allows. `done` is called after each block.
     """
-    backend = "torch" if device.type == "cuda" else "numba"
-    error = np.zeros((buffer.shape.experts, len(KINDS), len(buffer.bits)), np.float32)
-    for expert in range(buffer.shape.experts):
-        for position, kind in enumerate(KINDS):
-            weights = read(expert, kind).to(device, torch.float32)
-            h = moments.second_moment[kind][expert]
-            rows = quantize_rows(
-                weights,
-                fitting_importance(h, int(moments.tokens[expert])),
-                buffer.bits,
-                table_dtype,
-                backend,
-                measure=h,
-            )
-            buffer.put(expert, kind, rows.codes, rows.tables)
-            error[expert, position] = rows.error
-            done()
+    shape = buffer.shape
+    error = np.zeros((shape.experts, len(KINDS), len(buffer.bits)), np.float32)
+    kept = np.zeros((shape.experts, len(KINDS)), np.int64)
+    for position, (kind, block) in enumerate(zip(KINDS, shape.blocks, strict=True)):
+        for experts in _batches(shape.experts, block.rows * block.cols, device):
+            weights = [
+                read(e, kind).to(device, torch.float32) for e in range(shape.experts)[experts]
+            ]
+            plain = [
+                _plain(w, moments, kind, experts.start + n, buffer.bits, table_dtype)
+                for n, w in enumerate(weights)
+            ]
+            found = _compensated(weights, moments, kind, experts, plain, table_dtype)
+            for expert, codes in enumerate(found, experts.start):
+                buffer.put(expert, kind, codes.rows.codes, codes.rows.tables)
+                error[expert, position] = codes.rows.error
+                kept[expert, position] = codes.kept_plain
+                done()
     return {
         "tokens": moments.tokens,
         "mass": moments.mass,
         **{f"second_moment.{kind}": moments.second_moment[kind] for kind in KINDS},
         "error": error,
+        **({"plain_kept": kept} if moments.product else {}),
     }
+
+
+def _batches(experts: int, elements: int, device: torch.device) -> Iterator[slice]:
+    step = max(1, BATCH_ELEMENTS // elements) if device.type == "cuda" else 1
+    return (slice(e, min(e + step, experts)) for e in range(0, experts, step))
+
+
+def _plain(
+    weights: torch.Tensor,
+    moments: LayerMoments,
+    kind: str,
+    expert: int,
+    bits: tuple[int, ...],
+    table_dtype: str,
+) -> RowCodes:
+    h = moments.second_moment[kind][expert]
+    importance = fitting_importance(h, int(moments.tokens[expert]))
+    return quantize_rows(weights, importance, bits, table_dtype, _backend(weights), measure=h)
+
+
+def _compensated(
+    weights: list[torch.Tensor],
+    moments: LayerMoments,
+    kind: str,
+    experts: slice,
+    plain: list[RowCodes],
+    table_dtype: str,
+) -> list[Compensated]:
+    if moments.product is None:
+        return [Compensated(rows, False) for rows in plain]
+    products, tokens = moments.product[kind][experts], moments.tokens[experts].tolist()
+    together = torch.stack(weights)
+    return compensate(together, products, tokens, plain, table_dtype, _backend(together))
+
+
+def _backend(weights: torch.Tensor) -> Literal["numba", "torch"]:
+    return "torch" if weights.device.type == "cuda" else "numba"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from pagedweight.errors import CheckpointError, UserError, listing
 from pagedweight.quantize.centroids import TORCH_DTYPE
 from pagedweight.quantize.layer import ReadExpert, quantize_layer
 
+Codes = Literal["kmeans", "compensated"]
 Arrays = dict[str, npt.NDArray[Any]]
 Report = Callable[[str, int, int], None]
 """(stage, units done since the last call, units in all): stages "check", "copy" in bytes, "layers"
@@ -37,7 +38,8 @@ class QuantizeOptions:
     """What decides the result, and how to get there.
 
     table_dtype None: the source's type when it has 16 bits, else bfloat16. calibration None:
-    every column of a linear block counts the same.
+    every column of a linear block counts the same. codes None: "compensated" (docs/codes.md) where
+    there is a calibration, else "kmeans".
     """
 
     bits: tuple[int, ...] = (2, 3, 4, 5, 6)
@@ -45,15 +47,30 @@ class QuantizeOptions:
     calibration: CalibrationTokens | None = None
     device: str = "cpu"
     resume: bool = False
+    codes: Codes | None = None
+
+    @property
+    def compensated(self) -> bool:
+        """Whether codes are compensated; UserError when there is nothing to compensate by."""
+        if self.codes == "compensated" and self.calibration is None:
+            raise UserError(
+                "--codes compensated fits to how inputs go together, so it needs --calibration FILE"
+            )
+        return self.calibration is not None and self.codes != "kmeans"
 
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """tokens int64 [L, E], error float32 [L, E, 2, levels] and the decoder layer numbers."""
+    """tokens int64 [L, E], error float32 [L, E, 2, levels] and the decoder layer numbers.
+
+    plain_kept int64 [L, E, 2]: linear blocks whose compensated codes were given up; None when codes
+    are k-means.
+    """
 
     moe_layers: tuple[int, ...]
     tokens: npt.NDArray[np.int64]
     error: npt.NDArray[np.float32]
+    plain_kept: npt.NDArray[np.int64] | None = None
 
     @property
     def unseen(self) -> list[tuple[int, int]]:
@@ -89,7 +106,7 @@ def quantize_checkpoint(
 ) -> QuantizeResult:
     """Write the checkpoint `out`; raises UserError or CheckpointError before anything is written
     when the source, the folder or the options do not do."""
-    device = _device(options.device)
+    device, compensated = _device(options.device), options.compensated
     table_dtype = options.table_dtype or source.table_dtype
     going_on = (out / PARTIAL / "options.json").exists() and options.resume
     if not going_on:
@@ -97,7 +114,8 @@ def quantize_checkpoint(
         source.check_values(lambda n: report("check", n, source.total_bytes))
         _check_range(source, table_dtype)
     calibration = options.calibration
-    metadata = calibration.metadata if calibration else NO_CALIBRATION
+    metadata = dict(calibration.metadata if calibration else NO_CALIBRATION)
+    metadata["codes"] = "compensated" if compensated else "kmeans"
     decides = {**metadata, "device": device.type}
     writer = CheckpointWriter(out, source, options.bits, table_dtype, options.resume, decides)
     plain = sum(source.nbytes(name) for name in source.plain_names())
@@ -105,7 +123,8 @@ def quantize_checkpoint(
     measured = _layers(source, writer, _measurer(source, options, device, out), device, report)
     arrays = {name: np.stack([layer[name] for layer in measured]) for name in measured[0]}
     writer.finish(arrays, metadata)
-    return QuantizeResult(source.moe_layers, arrays["tokens"], arrays["error"])
+    kept = arrays.get("plain_kept")
+    return QuantizeResult(source.moe_layers, arrays["tokens"], arrays["error"], kept)
 
 
 def _layers(
@@ -122,16 +141,34 @@ def _layers(
     open_layers = [n for pos, n in enumerate(source.moe_layers) if pos not in done]
     report("layers", blocks * len(done), total)
     for layer in range(max(open_layers, default=-1) + 1):
-        found = measurer.advance(layer)
-        if found is None or layer not in open_layers:
-            continue
-        moments, read = found
-        buffer = writer.buffer()
-        arrays = quantize_layer(
-            read, moments, buffer, writer.table_dtype, device, lambda: report("layers", 1, total)
+        _layer(
+            layer,
+            layer in open_layers,
+            writer,
+            measurer,
+            device,
+            lambda: report("layers", 1, total),
         )
-        writer.write_buffer(source.moe_layers.index(layer), buffer, arrays)
     return [writer.measured(pos) for pos in range(len(source.moe_layers))]
+
+
+def _layer(
+    layer: int,
+    wanted: bool,
+    writer: CheckpointWriter,
+    measurer: Measurer,
+    device: torch.device,
+    done: Callable[[], None],
+) -> None:
+    """Measure one decoder layer and write it if it is `wanted`. What was measured goes on return,
+    before the next layer's is made: products can be larger than weights."""
+    found = measurer.advance(layer)
+    if found is None or not wanted:
+        return
+    moments, read = found
+    buffer = writer.buffer()
+    arrays = quantize_layer(read, moments, buffer, writer.table_dtype, device, done)
+    writer.write_buffer(writer.source.moe_layers.index(layer), buffer, arrays)
 
 
 def _measurer(
@@ -141,7 +178,9 @@ def _measurer(
         return Unmeasured(source)
     from pagedweight.calibrate.stream import StreamedMoments  # imports transformers: seconds
 
-    return StreamedMoments(source, options.calibration.tokens, device, out / PARTIAL)
+    return StreamedMoments(
+        source, options.calibration.tokens, device, out / PARTIAL, options.compensated
+    )
 
 
 def _device(name: str) -> torch.device:
