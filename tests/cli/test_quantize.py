@@ -63,6 +63,17 @@ def test_a_fault_is_one_line_and_exit_code_2(tmp_path: Path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_codes_are_chosen_or_refused(tmp_path: Path, capsys) -> None:
+    source, out = make_checkpoint(tmp_path / "source", layers=1), tmp_path / "out"
+    assert run("quantize", source, "-o", out, "--codes", "gptq") == 2
+    assert "compensated" in capsys.readouterr().err
+    assert run("quantize", source, "-o", out, "--codes", "compensated") == 2
+    assert "needs --calibration" in capsys.readouterr().err
+    assert not out.exists()
+    assert run("quantize", source, "-o", out, "--codes", "kmeans") == 0
+    assert "codes: compensated" not in capsys.readouterr().out
+
+
 def command(model: Path, out: Path, text: Path, *more: str) -> list[str]:
     start = [sys.executable, "-m", "pagedweight.cli.main", "quantize", str(model), "-o", str(out)]
     amount = ["--sequences", "2", "--sequence-length", "64", "--bits", "2-3"]
@@ -76,6 +87,7 @@ def test_killed_and_resumed_is_the_same_to_the_byte(tiny_moe: Path, tmp_path: Pa
     done = subprocess.run(command(tiny_moe, whole, text), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "calibrated on 2 sequences of 64 tokens" in done.stdout
+    assert "codes: compensated in" in done.stdout
     victim = subprocess.Popen(
         command(tiny_moe, out, text), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
