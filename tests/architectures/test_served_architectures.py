@@ -27,7 +27,8 @@ from pagedweight.quantize.pipeline import QuantizeOptions, quantize_checkpoint
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32. Measured: up to 1e-5; with the bits of experts exchanged, a mean of 0.2 to 1.3."""
+"""Of log-probabilities in float32. Measured: up to 1e-5; with the bits of experts exchanged, 0.2 to
+1.3 in the mean."""
 
 
 @pytest.fixture(scope="module")

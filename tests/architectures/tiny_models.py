@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "bos_token_id": 0,
     "eos_token_id": 0,
     "pad_token_id": None,
@@ -32,7 +32,7 @@ _LATENT = {  # 512 + 64 is what vLLM's CPU kernel for latent attention is compil
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
-        "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 64},
+        "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 128},
 }  # fmt: skip
 
 
