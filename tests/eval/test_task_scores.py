@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from pagedweight.errors import UserError
+from pagedweight.eval.statistics import bootstrap
 from pagedweight.eval.tasks import FOLDER, TASKS
 from pagedweight.eval.tasks.documents import long_items, problems, read_rows
+from pagedweight.eval.tasks.interval import interval
 from pagedweight.eval.tasks.math_answers import boxed, normalized, same_answer
 from pagedweight.eval.tasks.scoring import gsm8k, math500, retrieval, rouge_l
 from pagedweight.eval.tasks.table import show_tasks
@@ -162,3 +165,18 @@ def test_the_table_cuts_no_number_and_says_what_is_a_stand_in(capsys):
     ):
         assert text in shown
     assert "* passage_retrieval_wiki: not LongBench" in shown
+
+
+def test_ten_wrong_answers_do_not_rule_out_a_right_one():
+    none = interval(np.zeros(10), 0)
+    assert (none.mean, none.low) == (0, 0)
+    assert none.high == pytest.approx(0.2775, abs=1e-4)  # Wilson's for 0 of 10
+    all_right = interval(np.ones(10), 0)
+    assert (all_right.low, all_right.high) == (pytest.approx(1 - none.high), 1)
+    some = interval(np.array([1.0] * 3 + [0.0] * 7), 0)
+    assert (some.low, some.high) == (
+        pytest.approx(0.1078, abs=1e-4),
+        pytest.approx(0.6032, abs=1e-4),
+    )
+    shares = np.array([0.0, 0.5, 1.0, 0.25])
+    assert interval(shares, 3) == bootstrap(shares, 3)

@@ -28,8 +28,8 @@ from pagedweight.checkpoint.shards import read_json
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.errors import UserError, listing
 from pagedweight.eval.evaluate import expert_bytes
-from pagedweight.eval.statistics import bootstrap
 from pagedweight.eval.tasks import FOLDER, TASKS
+from pagedweight.eval.tasks.interval import interval
 from pagedweight.eval.vllm_engine import kv_bytes, quiet_engine
 from pagedweight.runtime.timeline import Timeline
 from pagedweight.serving.launch import SCHEDULER, WORKER
@@ -187,7 +187,7 @@ def _row(
     values = np.array([sample[about.metric] for sample in samples])
     new_tokens = task.config.generation_kwargs["max_gen_toks"]
     lengths = _lengths(model, [sample["arguments"][0][0] for sample in samples])
-    estimate = asdict(bootstrap(values, options.seed))
+    estimate = asdict(interval(values, options.seed))
     return {
         "task": name,
         "label": about.label,

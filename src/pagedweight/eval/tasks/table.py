@@ -27,7 +27,9 @@ def show_tasks(report: dict[str, Any], console: Console) -> None:
         items = f"{row['items']}/{row['items_in_file']}"
         table.add_row(row["label"] + mark, row["metric"], value, items, str(row["truncated"]))
     console.print(table)
-    console.print("in brackets: 95% interval, bootstrap over items")
+    console.print(
+        "in brackets: 95% interval over items (Wilson's for right or wrong, else bootstrap)"
+    )
     if any(row["truncated"] for row in report["tasks"]):
         console.print("cut: prompts too long for the context, whose middle was left out")
     for row in report["tasks"]:
