@@ -48,8 +48,9 @@ def record_of(paths: Sequence[Path]) -> dict[str, Any]:
         if len(values) > 1:
             raise UserError(f"the reports have different {name}: {listing(sorted(values))}")
     return {
-        "question": "scores of tasks with answers, in [0, 1] with a 95% interval over items (Wilson's "
-        "for right or wrong, else bootstrap), on the vLLM engine; a row with a caveat is not the published benchmark",
+        "question": "scores of tasks with answers, in [0, 1] with a 95% interval over items "
+        "(Wilson's for right or wrong, else bootstrap), on the vLLM engine; a row with a caveat is "
+        "not the published benchmark",
         **{name: reports[0][name] for name in _SHARED},
         "machine": machine(),
         "rows": [row for report in reports for row in rows_of(report)],
