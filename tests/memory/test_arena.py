@@ -33,12 +33,13 @@ class ArenaMachine(RuleBasedStateMachine):
         self.device = FakeDevice(PAGE, lazy)
         self.pool = PagePool(self.device, 12, reserve=1)
         self.place = {}
-        self.arena = Arena(
-            self.device, self.pool, "planes", slot, 64, self.place.__setitem__, poison=True
-        )
+        self.arena = Arena(self.device, self.pool, "planes", slot, 64, self.moved, poison=True)
         self.data = {}
         self.pinned = set()
         self.next = 0
+
+    def moved(self, owners, slots):
+        self.place.update(zip(owners.tolist(), slots.tolist(), strict=True))
 
     @rule(count=st.integers(0, 8), urgent=st.booleans())
     def allocate(self, count, urgent):
@@ -150,7 +151,7 @@ TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 def test_scattered_frees_return_whole_pages():
     device = FakeDevice(PAGE)
     pool = PagePool(device, 64)
-    arena = Arena(device, pool, "planes", 1408, 100, lambda owner, slot: None)
+    arena = Arena(device, pool, "planes", 1408, 100, lambda owners, slots: None)
     slots = arena.allocate(range(100))
     assert pool.total - pool.free == -(-100 * 1408 // PAGE)
     arena.free(slots[::2])
@@ -164,7 +165,7 @@ def test_scattered_frees_return_whole_pages():
 def test_a_page_waits_for_the_fence_of_its_last_use():
     device = FakeDevice(PAGE, lazy=True)
     pool = PagePool(device, 8)
-    arena = Arena(device, pool, "planes", PAGE, 8, lambda owner, slot: None)
+    arena = Arena(device, pool, "planes", PAGE, 8, lambda owners, slots: None)
     slots = arena.allocate(range(4))
     device.run()
     arena.free(slots[2:])
@@ -185,7 +186,7 @@ def test_a_page_waits_for_the_fence_of_its_last_use():
 def test_growth_that_fails_at_any_page_run_is_undone(call):
     device = FakeDevice(PAGE)
     pool = PagePool(device, 8)
-    arena = Arena(device, pool, "planes", PAGE, 8, lambda owner, slot: None)
+    arena = Arena(device, pool, "planes", PAGE, 8, lambda owners, slots: None)
     arena.allocate([1])
     device.fault = fail_at(len(device.calls) + call)
     try:

@@ -10,7 +10,8 @@ a class is partly used. A pinned slot is being uploaded to and stays where it is
 
 Compaction is three steps, because a kernel reads addresses from a table of its own: `copy_moves`
 copies in order, the caller writes the new addresses in order, `settle` makes them true here. A
-failure before `settle` leaves the arena as it was: the copies lie in holes.
+failure before `settle` leaves the arena as it was: the copies lie in holes. All of it is arithmetic
+on arrays: a batch of rows frees and moves thousands of slots between two steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import partial
 
 import numpy as np
 
+from pagedweight.core.size_table import IntArray
 from pagedweight.errors import Transient, listing
 from pagedweight.memory.attempts import all_of
 from pagedweight.memory.backing import Backing
@@ -34,13 +36,19 @@ class ArenaFull(Transient):
     """No addresses are left, because late copies still write to slots; nothing was taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Slot `source` of `owner` goes to the hole `target`, which is nearer to the start."""
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Slot sources[i] of owners[i] goes to the hole targets[i], nearer to the start; int64 [n]."""
 
-    owner: int
-    source: int
-    target: int
+    owners: IntArray
+    sources: IntArray
+    targets: IntArray
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+
+NO_MOVES = Moves(*(np.empty(0, np.int64) for _ in range(3)))
 
 
 class Arena:
@@ -53,10 +61,10 @@ class Arena:
         name: str,
         slot_bytes: int,
         capacity: int,
-        moved: Callable[[int, int], None],
+        moved: Callable[[IntArray, IntArray], None],
         poison: bool = False,
     ) -> None:
-        """Reserve addresses for `capacity` slots; `moved(owner, slot)` is called by `settle`.
+        """Reserve addresses for `capacity` slots; `settle` calls `moved(owners, slots)`.
 
         With `poison`, freed slots are filled with `POISON` in order.
         """
@@ -69,8 +77,9 @@ class Arena:
         self._moved = moved
         self._poison = poison
         self._owner = np.full(capacity, HOLE, np.int64)
-        self._holes: set[int] = set()
-        self._pinned: set[int] = set()
+        self._hole = np.zeros(capacity, np.bool_)
+        self._pinned = np.zeros(capacity, np.bool_)
+        self._hole_count = 0
         self._pages = 0
 
     @property
@@ -81,7 +90,7 @@ class Arena:
     @property
     def used(self) -> int:
         """Slots that have an owner."""
-        return self.end - len(self._holes)
+        return self.end - self._hole_count
 
     def address(self, slot: int) -> int:
         return self.backing.span.base + slot * self.slot_bytes
@@ -104,12 +113,14 @@ class Arena:
         pages = self._pages_at(end)
         self.backing.back(range(self._pages, pages), urgent)
         self._pages = max(self._pages, pages)
-        slots = sorted(self._holes)[: len(owners)]
-        slots += range(self.end, end)
-        self._holes.difference_update(slots)
+        filled = np.flatnonzero(self._hole[: self.end])[: len(owners)]
+        slots = np.concatenate([filled, np.arange(self.end, end)])
+        self._hole[filled] = False
+        self._hole_count -= len(filled)
         self.end = end
         self._owner[slots] = owners
-        return slots
+        out: list[int] = slots.tolist()
+        return out
 
     def free(self, slots: Iterable[int]) -> None:
         """The slots become holes. With poison on, raises Transient after they all are."""
@@ -119,56 +130,65 @@ class Arena:
 
     def discard(self, slots: Iterable[int]) -> None:
         """The slots become holes, whatever they hold; never fails."""
-        for slot in slots:
-            if not 0 <= slot < self.end or slot in self._holes or slot in self._pinned:
-                raise ValueError(f"{self.name}: slot {slot} is not there to be freed")
-            self._owner[slot] = HOLE
-            self._holes.add(slot)
+        gone = np.fromiter(slots, np.int64)
+        inside = gone[(gone >= 0) & (gone < self.end)]
+        held = inside[~(self._hole[inside] | self._pinned[inside])]
+        if len(np.unique(held)) != len(gone):
+            raise ValueError(
+                f"{self.name}: of slots {listing(gone)} some are not there to be freed"
+            )
+        self._owner[gone] = HOLE
+        self._hole[gone] = True
+        self._hole_count += len(gone)
 
     def pin(self, slots: Iterable[int]) -> None:
         """The slots are being uploaded to: they are not moved."""
-        self._pinned.update(slots)
+        self._pinned[np.fromiter(slots, np.int64)] = True
 
     def unpin(self, slots: Iterable[int]) -> None:
-        self._pinned.difference_update(slots)
+        self._pinned[np.fromiter(slots, np.int64)] = False
 
     # -- compaction ------------------------------------------------------------------------------
 
-    def moves(self) -> list[Move]:
+    def moves(self) -> Moves:
         """What would make the arena dense: last slots into the lowest holes, up to a pinned one."""
-        found: list[Move] = []
-        end = self.end
-        for hole in sorted(self._holes):
-            while end > hole and end - 1 in self._holes:
-                end -= 1
-            if hole >= end or end - 1 in self._pinned:
-                break
-            found.append(Move(self.owner(end - 1), end - 1, hole))
-            end -= 1
-        return found
+        if not self._hole_count:
+            return NO_MOVES
+        holes = np.flatnonzero(self._hole[: self.end])
+        last = np.flatnonzero(~self._hole[: self.end])[::-1]
+        pinned = self._pinned[last]
+        free = int(pinned.argmax()) if pinned.any() else len(last)
+        count = min(len(holes), free)
+        holes, last = holes[:count], last[:count]
+        nearer = int(np.count_nonzero(holes < last))  # holes rise and last slots fall: a prefix
+        return Moves(self._owner[last[:nearer]], last[:nearer], holes[:nearer])
 
-    def copy_moves(self, moves: Sequence[Move]) -> None:
+    def copy_moves(self, moves: Moves) -> None:
         """In order: copy each move's slot. Raises Transient; then the arena is as before."""
-        if moves:
-            targets = [self.address(move.target) for move in moves]
-            sources = [self.address(move.source) for move in moves]
-            self._device.move_slots(targets, sources, self.slot_bytes)
+        if len(moves):
+            base, size = self.backing.span.base, self.slot_bytes
+            targets, sources = base + moves.targets * size, base + moves.sources * size
+            self._device.move_slots(targets.tolist(), sources.tolist(), size)
 
-    def settle(self, moves: Sequence[Move]) -> None:
+    def settle(self, moves: Moves) -> None:
         """The kernels know the new addresses: the sources are gone, the end comes down.
 
         With poison on, raises Transient after everything is settled.
         """
-        for move in moves:
-            self._owner[move.target] = move.owner
-            self._owner[move.source] = HOLE
-            self._holes.remove(move.target)
-            self._holes.add(move.source)
-            self._moved(move.owner, move.target)
-        while self.end and self.end - 1 in self._holes:
-            self.end -= 1
-            self._holes.remove(self.end)
-        self._taint([move.source for move in moves])
+        if not self._hole_count:
+            return
+        if len(moves):
+            self._owner[moves.targets] = moves.owners
+            self._owner[moves.sources] = HOLE
+            self._hole[moves.targets] = False
+            self._hole[moves.sources] = True
+            self._moved(moves.owners, moves.targets)
+        live = np.flatnonzero(~self._hole[: self.end])
+        end = int(live[-1]) + 1 if len(live) else 0
+        self._hole[end : self.end] = False
+        self._hole_count -= self.end - end
+        self.end = end
+        self._taint(moves.sources.tolist())
 
     def release(self, fence: Completion) -> None:
         """Pages wholly past the end may go when `fence` is done; `backing.reclaim` takes them."""
@@ -179,7 +199,7 @@ class Arena:
     # -- inside ----------------------------------------------------------------------------------
 
     def _end_with(self, more: int) -> int:
-        return self.end + max(0, more - len(self._holes))
+        return self.end + max(0, more - self._hole_count)
 
     def _pages_at(self, end: int) -> int:
         return pages_of(end * self.slot_bytes, self._pool.page_bytes)
@@ -195,14 +215,15 @@ class Arena:
     def check_integrity(self) -> None:
         """Raise AssertionError when slots, holes, pins and pages do not fit together."""
         self.backing.check_integrity()
-        live = np.flatnonzero(self._owner != HOLE).tolist()
+        live, holes = self._owner != HOLE, self._hole
+        past = np.arange(len(live)) >= self.end
         problems = {
-            "holes past the end": [h for h in self._holes if h >= self.end],
-            "slots without owner that are no holes": set(range(self.end)) - set(live) - self._holes,
-            "owned slots past the end or in holes": [
-                s for s in live if s >= self.end or s in self._holes
-            ],
-            "pinned slots without owner": self._pinned - set(live),
+            "holes past the end": np.flatnonzero(holes & past).tolist(),
+            "slots without owner that are no holes": np.flatnonzero(
+                ~(live | holes | past)
+            ).tolist(),
+            "owned slots past the end or in holes": np.flatnonzero(live & (past | holes)).tolist(),
+            "pinned slots without owner": np.flatnonzero(self._pinned & ~live).tolist(),
             "slots on pages that are not backed": [
                 page for page in range(self._pages) if not self.backing.is_backed(page)
             ],
@@ -210,6 +231,8 @@ class Arena:
         for what, found in problems.items():
             if found:
                 raise AssertionError(f"{self.name}: {what}: {listing(sorted(found))}")
+        if self._hole_count != np.count_nonzero(holes):
+            raise AssertionError(f"{self.name}: {self._hole_count} holes are counted")
         if self._pages < self._pages_at(self.end):
             raise AssertionError(f"{self.name}: {self.end} slots on {self._pages} pages")
         if self.backing.mapped != self._pages + self.backing.surplus:

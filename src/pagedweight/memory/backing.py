@@ -92,17 +92,18 @@ class Backing:
                 raise ValueError(f"{self.span.name}: page {index} is released but not backed")
             self._surplus[index] = fence
 
-    def reclaim(self) -> int:
+    def reclaim(self, most: int | None = None) -> int:
         """Unmap the surplus pages whose fence is done, back to the pool; returns how many.
 
-        Raises the first Transient after having tried all; what could not go stays surplus.
+        `most`: no more than so many, None for all. Raises the first Transient after having tried
+        them; what could not go stays surplus.
         """
         if not self._surplus:
             return 0
         fences = {id(fence): fence for fence in self._surplus.values()}  # shared by many pages
         passed = {key for key, fence in fences.items() if fence.done()}
         ready = sorted(index for index, fence in self._surplus.items() if id(fence) in passed)
-        return sum(all_of(partial(self._unmap, *run) for run in runs(ready)))
+        return sum(all_of(partial(self._unmap, *run) for run in runs(ready[:most])))
 
     def _unmap(self, first: int, count: int) -> int:
         self._device.unmap(self.span, first, count)

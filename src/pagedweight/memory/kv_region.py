@@ -72,6 +72,11 @@ class KVRegion:
         """Granules that may be used, ascending."""
         return [int(g) for g in np.flatnonzero(self._backed)]
 
+    @property
+    def most_pages(self) -> int:
+        """Pages under the largest granule."""
+        return max((len(pages) for pages in self._pages), default=0)
+
     def is_backed(self, granule: int) -> bool:
         return bool(self._backed[granule])
 
@@ -106,9 +111,9 @@ class KVRegion:
         finally:
             self._release(granules, self._device.fence())
 
-    def reclaim(self) -> int:
+    def reclaim(self, most: int | None = None) -> int:
         """Pages that went back to the pool. Raises Transient; what is left is tried again."""
-        return self.backing.reclaim()
+        return self.backing.reclaim(most)
 
     def tensor(self) -> torch.Tensor:
         """int8 [nbytes] over the whole region, without touching it."""

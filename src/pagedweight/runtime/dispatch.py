@@ -14,7 +14,7 @@ import numpy as np
 
 from pagedweight.core.geometry import KINDS
 from pagedweight.core.page_table import BitsArray, Moving, WeightPageTable
-from pagedweight.core.size_class import SizeClassPages, SlotCounts
+from pagedweight.core.size_class import SizeClassPages
 from pagedweight.core.size_table import IntArray
 from pagedweight.runtime.messages import Batch, BatchStatus, Stage
 
@@ -23,13 +23,15 @@ from pagedweight.runtime.messages import Batch, BatchStatus, Stage
 class DispatchConfig:
     """rows_per_batch: most rows in one batch. hold_off_steps: steps before trying again after a
     batch failed. at_once: lower in one plan, waiting in order for the tables; for one rank whose
-    memory comes back at once (the host backend).
+    memory comes back at once (the host backend). eager: a lowering batch may be committed as soon
+    as its rank is ready, without waiting for another plan; for one rank.
     lowering_pages: the pool's reserve, which the tables of a lowering batch must fit in (with what
     is free besides); None: no limit."""
 
     rows_per_batch: int = 256
     hold_off_steps: int = 8
     at_once: bool = False
+    eager: bool = False
     lowering_pages: int | None = None
 
 
@@ -144,8 +146,14 @@ class Dispatcher:
         return numbers
 
     def commits(self) -> tuple[int, ...]:
-        """Batches that are ready on all ranks, repeated until they are committed on all."""
-        ready = [n for n, open_ in self._open.items() if open_.stage is Stage.READY]
+        """Batches that are ready on all ranks, repeated until they are committed on all; when
+        eager, lowering ones that only copy too: the rank commits them once they are ready."""
+        ready = [
+            number
+            for number, open_ in self._open.items()
+            if open_.stage is Stage.READY
+            or (self._config.eager and open_.batch.lowers and open_.stage is Stage.COPYING)
+        ]
         for number in ready:
             self._open[number].commit_sent = True
         return tuple(ready)
@@ -241,11 +249,10 @@ class Dispatcher:
 
     def _pages_to_raise(self, rows: IntArray) -> int:
         """Pages that the arenas grow by when `rows` begin to come in."""
-        table, now = self.table, self.table.slots()
-        more = SlotCounts(now.planes.copy(), now.tables.copy())
-        for row in rows.tolist():
-            kind, goal = row % 2, int(table.desired_bits[row])
-            more.planes[kind] += goal - int(table.committed_bits[row])
-            more.tables[kind, goal - table.sizes.lowest] += 1
-        grown = self._pages.held_by(more) - self._pages.held_by(now)
-        return grown // self._pages.page_bytes
+        kinds, levels = len(KINDS), len(self.table.sizes.levels)
+        now, kind = self.table.slots().flat(), rows % kinds
+        old, new = self.table.committed_bits[rows], self.table.desired_bits[rows]
+        first = kinds + kind * levels - self.table.sizes.lowest
+        more = now + np.bincount(first + new, minlength=len(now))
+        more[:kinds] += np.bincount(kind, new - old, minlength=kinds).astype(np.int64)
+        return self._held(more) - self._held(now)

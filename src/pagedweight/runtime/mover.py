@@ -209,15 +209,16 @@ class Mover:
         flight.fence = self.weights.device.fence()
         flight.stage = Stage.COMMITTED
 
-    def compact(self) -> None:
-        """Close holes, let pages past the ends go, take back those that nothing can read now."""
+    def compact(self, most: int | None = None) -> None:
+        """Close holes, let pages past the ends go, take back those that nothing can read now, at
+        most `most`."""
         self._guarded(self.weights.compact)
         self.weights.release()
-        self.reclaim()
+        self.reclaim(most)
 
-    def reclaim(self) -> None:
+    def reclaim(self, most: int | None = None) -> None:
         """Finish what only waited for running steps."""
-        self._guarded(self.weights.reclaim)
+        self._guarded(partial(self.weights.reclaim, most))
         for flight in self._flights.values():
             if flight.stage is Stage.COMMITTED and flight.fence and flight.fence.done():
                 self._must(self.table.finish_retire(flight.batch.rows, flight.epochs))

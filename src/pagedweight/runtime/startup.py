@@ -43,11 +43,13 @@ def open_rank(
     torch_device: torch.device | str = "cpu",
     poison: bool = False,
     reserve: int | None = None,
+    pages_per_step: int | None = None,
 ) -> MemoryWorker:
     """Create the pool of a rank, load its experts at `bits` [rows]; KV is attached later.
 
     budget_bytes is for experts and KV together; `reserve`: pages of it to keep for lowering, None:
-    as many as that needs. Set `worker.kv` once the KV layout is known.
+    as many as that needs; `pages_per_step`: see `MemoryWorker`. Set `worker.kv` once the KV layout
+    is known.
     UserError with the numbers when the budget or the machine is too small.
     """
     if reserve is None:
@@ -62,4 +64,5 @@ def open_rank(
         device, PagePool(device, pages, reserve), tier, torch_device, poison=poison
     )
     weights.load(bits)
-    return MemoryWorker(Mover(weights, WeightPageTable(tier.index, tier.sizes, bits)))
+    mover = Mover(weights, WeightPageTable(tier.index, tier.sizes, bits))
+    return MemoryWorker(mover, pages_per_step=pages_per_step)

@@ -21,7 +21,7 @@ from pagedweight.core.size_class import SizeClassPages, SlotCounts
 from pagedweight.core.size_table import IntArray
 from pagedweight.errors import Transient, UserError
 from pagedweight.kernels.contract import BlockTable
-from pagedweight.memory.arena import Arena, Move
+from pagedweight.memory.arena import NO_MOVES, Arena, Moves
 from pagedweight.memory.attempts import all_of
 from pagedweight.memory.host_tier import ITEMS, HostTier, table_item
 from pagedweight.memory.interface import Bytes, Completion, Copy, Device
@@ -100,8 +100,8 @@ class WeightMemory:
         out: IntArray = np.array([*of_arena, 0], np.int64)[self._arena_at]
         return out
 
-    def _moved(self, owner: int, slot: int) -> None:
-        self.slots[divmod(owner, ITEMS)] = slot
+    def _moved(self, owners: IntArray, slots: IntArray) -> None:
+        self.slots[np.divmod(owners, ITEMS)] = slots
 
     # -- pieces ----------------------------------------------------------------------------------
 
@@ -248,15 +248,15 @@ class WeightMemory:
         Raises Transient; then the holes stay until the next call (with poison on, it may also be
         raised after they are closed).
         """
-        planned = {arena: moves for arena in self.arenas if (moves := arena.moves())}
+        planned = {arena: moves for arena in self.arenas if len(moves := arena.moves())}
         for arena, moves in planned.items():
             arena.copy_moves(moves)
         if planned:
-            self._stage_moves([move for moves in planned.values() for move in moves])
+            self._stage_moves([*planned.values()])
             self.kernel_tables.commit()
         for arena, moves in planned.items():
             self.counters.compacted_bytes += arena.slot_bytes * len(moves)
-        all_of(partial(arena.settle, planned.get(arena, [])) for arena in self.arenas)
+        all_of(partial(arena.settle, planned.get(arena, NO_MOVES)) for arena in self.arenas)
 
     def release(self) -> None:
         """Pages past the ends of the arenas go as soon as everything submitted has finished."""
@@ -266,21 +266,26 @@ class WeightMemory:
             for arena in slack:
                 arena.release(fence)
 
-    def reclaim(self) -> int:
+    def reclaim(self, most: int | None = None) -> int:
         """Pages that went back to the pool. Raises Transient after having tried all arenas."""
         before = self.pool.free
+
+        def of_arena(arena: Arena) -> int:
+            done = self.pool.free - before
+            return arena.backing.reclaim(None if most is None else max(0, most - done))
+
         try:
-            all_of(arena.backing.reclaim for arena in self.arenas)
+            all_of(partial(of_arena, arena) for arena in self.arenas)
         finally:
             self.counters.reclaimed_pages += self.pool.free - before
         return self.pool.free - before
 
-    def _stage_moves(self, moves: Sequence[Move]) -> None:
+    def _stage_moves(self, moves: Sequence[Moves]) -> None:
         """Stage the rows that pieces move in, at the bits that they are read at."""
-        rows, items = np.divmod(np.array([move.owner for move in moves], np.int64), ITEMS)
+        rows, items = np.divmod(np.concatenate([move.owners for move in moves]), ITEMS)
         changed, at = np.unique(rows, return_inverse=True)
         slots = self.slots[changed]
-        slots[at, items] = [move.target for move in moves]
+        slots[at, items] = np.concatenate([move.targets for move in moves])
         self._stage(changed, self.kernel_tables.written.bits[changed].astype(np.int64), slots)
 
     def _stage(self, rows: IntArray, bits: IntArray, slots: NDArray[np.int32]) -> None:

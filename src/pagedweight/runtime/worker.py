@@ -24,7 +24,12 @@ from pagedweight.runtime.mover import Mover
 class MemoryWorker:
     """Applies `StepPlan`s to a rank's weights and, when it has one, its KV region."""
 
-    def __init__(self, mover: Mover, kv: KVRegion | None = None) -> None:
+    def __init__(
+        self, mover: Mover, kv: KVRegion | None = None, pages_per_step: int | None = None
+    ) -> None:
+        """pages_per_step: most pages that go back to the pool, and most that KV takes, in a step
+        (on a GPU the driver needs tens of microseconds for each); None: no limit."""
+        self.pages_per_step = pages_per_step
         self.mover = mover
         self.kv = kv
         self.counters = mover.counters
@@ -65,9 +70,11 @@ class MemoryWorker:
         )
 
     def _reclaim(self) -> None:
-        self.mover.compact()
+        most, before = self.pages_per_step, self._pool.free
+        self.mover.compact(most)
         if self.kv:
-            self._tried(self.kv.reclaim)
+            left = None if most is None else max(0, most - (self._pool.free - before))
+            self._tried(partial(self.kv.reclaim, left))
 
     def _shrink(self, granules: Sequence[int]) -> None:
         if not self.kv:
@@ -81,10 +88,13 @@ class MemoryWorker:
         if not self.kv:
             return
         fitting: list[int] = []
+        most = self._pool.can_take()
+        if self.pages_per_step is not None and self._step:
+            most = min(most, max(self.pages_per_step, self.kv.most_pages))
         for granule in granules:
             if self.kv.is_backed(granule):
                 continue
-            if self.kv.pages_for([*fitting, granule]) > self._pool.can_take():
+            if self.kv.pages_for([*fitting, granule]) > most:
                 break
             fitting.append(granule)
         if fitting and self._tried(partial(self.kv.grow, fitting)):
