@@ -15,6 +15,7 @@ from pagedweight.core.policy import Policy
 from pagedweight.core.policy_file import save_policy
 from pagedweight.runtime.granules import GranuleState
 from pagedweight.runtime.integrity import check_worker
+from pagedweight.serving.launch import ASYNC_SCHEDULER, GPU_WORKER, SCHEDULER, WORKER
 from pagedweight.serving.options import ServeOptions
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -22,14 +23,26 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 POLICY = Policy(offload_blocks=6, reload_blocks=16, dwell_steps=8)
 BLOCK = 32
-SCHEDULER = "pagedweight.serving.elastic.scheduler.ElasticScheduler"
-WORKER = "pagedweight.serving.elastic.worker.ElasticCPUWorker"
+ON_CPU = {"dtype": "float32", "block_size": BLOCK, "enforce_eager": True}
+ON_CPU |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKER}
+ON_GPU = {
+    "dtype": "bfloat16",
+    "skip_tokenizer_init": True,
+    "max_num_batched_tokens": 2048,
+    "gpu_memory_utilization": 0.1,  # only checked at start
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+    "scheduler_cls": ASYNC_SCHEDULER,
+    "worker_cls": GPU_WORKER,
+}
 
 
 class Engine:
     """`run` serves requests to their end, checking everything after every step."""
 
-    def __init__(self, path: Path, folder: Path, memory: int, **flags: Any) -> None:
+    def __init__(
+        self, path: Path, folder: Path, memory: int, engine: Any = None, **flags: Any
+    ) -> None:
+        """`engine`: what vLLM is told beside the rest, `ON_CPU` when None; `flags`: options."""
         from vllm import LLM
 
         save_policy(POLICY, folder / "policy.json")
@@ -38,15 +51,11 @@ class Engine:
         )
         self.llm = LLM(
             str(path),
-            dtype="float32",
             max_model_len=512,
             max_num_seqs=64,
-            block_size=BLOCK,
             kv_cache_memory_bytes=memory,
-            enforce_eager=True,
             enable_prefix_caching=False,
-            scheduler_cls=SCHEDULER,
-            worker_cls=WORKER,
+            **(ON_CPU if engine is None else engine),
             additional_config=options.additional_config(),
         )
         core = self.llm.llm_engine.engine_core.engine_core
@@ -55,6 +64,7 @@ class Engine:
         self.worker = core.model_executor.driver_worker.worker
         self.memory = self.worker.store.worker
         self.names = 0
+        self.checking = True
 
     @property
     def bits(self) -> np.ndarray:
@@ -80,7 +90,8 @@ class Engine:
     def step(self) -> list[Any]:
         """One engine step, then every invariant; the requests that finished in it."""
         finished = [out for out in self.llm.llm_engine.step() if out.finished]
-        self.check()
+        if self.checking:  # waits for a GPU, and so hides what comes too early there
+            self.check()
         return finished
 
     def run(self, each: Any = None, settle: bool = True) -> dict[str, list[int]]:

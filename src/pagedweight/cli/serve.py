@@ -28,6 +28,21 @@ def command(
             rich_help_panel=_ELASTIC,
         ),
     ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="All memory of each rank's GPU, for example 24GiB, or auto for vLLM's own "
+            "--gpu-memory-utilization; --memory follows from it.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    gpu_reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Of --gpu-memory, for activations, graphs and the driver (default: 8%).",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
     policy: Annotated[
         Path | None, typer.Option(help="Policy file.", rich_help_panel=_ELASTIC)
     ] = None,
@@ -47,6 +62,21 @@ def command(
     page_bytes: Annotated[
         int | None, typer.Option(help="Bytes of a memory page.", rich_help_panel=_ELASTIC)
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Most pinned host memory that a GPU rank may take (default: what there is).",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    pageable: Annotated[
+        bool,
+        typer.Option(
+            "--pageable",
+            help="Restore precision from the checkpoint's files instead of pinned memory.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = False,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -77,13 +107,17 @@ def command(
 
     from pagedweight.serving.elastic.metrics import share_metrics
     from pagedweight.serving.launch import vllm_command
-    from pagedweight.serving.options import ServeOptions, parse_bytes
+    from pagedweight.serving.options import ServeOptions
 
     options = ServeOptions(
         bits=bits,
         plan=_absolute(plan),
-        memory=None if memory is None else parse_bytes(memory),
+        memory=_size(memory),
+        gpu_memory=_size(gpu_memory, auto=0),
+        gpu_reserve=_size(gpu_reserve),
         page_bytes=page_bytes,
+        host_memory=_size(host_memory),
+        pageable=pageable,
         policy=_absolute(policy),
         freeze=freeze,
         prefix_policy=prefix_policy,
@@ -97,6 +131,15 @@ def command(
         return
     environment = share_metrics(os.environ) if options.budgeted else dict(os.environ)
     os.execve(argv[0], argv, environment)
+
+
+def _size(text: str | None, auto: int | None = None) -> int | None:
+    """Bytes of a flag; None when it was not given, `auto` for the word."""
+    from pagedweight.serving.options import parse_bytes
+
+    if text is None:
+        return None
+    return auto if text == "auto" and auto is not None else parse_bytes(text)
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -36,6 +36,9 @@ class ServeOptions:
 
     Elastic precision, when `memory` is given (with `bits` or `plan` too: static in that budget):
     memory:        bytes for routed experts and KV cache together, on each rank.
+    gpu_memory:    bytes for everything on each rank's GPU; `memory` follows from it at launch. 0:
+                   what vLLM's --gpu-memory-utilization says.
+    gpu_reserve:   bytes of that for activations, graphs and the driver; None: a share of it.
     page_bytes:    size of a page of the pool; None: the device's own.
     policy:        path of a policy file; None: the defaults.
     freeze:        no transitions: the plan of the start stays (repeatable runs).
@@ -45,11 +48,16 @@ class ServeOptions:
     trace:         path of a folder to record observations, plans and bits in.
     replay:        path of a recorded bit trace to follow instead of planning.
     poison:        fill retired memory with a pattern that shows (for tests).
+    host_memory:   most bytes of pinned host memory that a rank on a GPU may take; None: what is
+                   there.
+    pageable:      a rank on a GPU reloads from the checkpoint's files, not from pinned memory.
     """
 
     bits: int | None = None
     plan: str | None = None
     memory: int | None = None
+    gpu_memory: int | None = None
+    gpu_reserve: int | None = None
     page_bytes: int | None = None
     policy: str | None = None
     freeze: bool = False
@@ -58,6 +66,8 @@ class ServeOptions:
     trace: str | None = None
     replay: str | None = None
     poison: bool = False
+    host_memory: int | None = None
+    pageable: bool = False
 
     def __post_init__(self) -> None:
         if self.bits is not None and self.plan is not None:
@@ -67,8 +77,9 @@ class ServeOptions:
                 f"--prefix-policy is {self.prefix_policy!r}, not one of "
                 f"{', '.join(PREFIX_POLICIES)}"
             )
-        if self.memory is None:
+        if not self.budgeted:
             needs = ("page_bytes", "policy", "freeze", "timeline", "trace", "replay", "poison")
+            needs += ("host_memory", "pageable", "gpu_reserve")
             given = [f"--{name.replace('_', '-')}" for name in needs if getattr(self, name)]
             if given:
                 raise UserError(f"{', '.join(given)} only means something together with --memory")
@@ -76,7 +87,7 @@ class ServeOptions:
     @property
     def budgeted(self) -> bool:
         """Whether experts and KV share one budget."""
-        return self.memory is not None
+        return self.memory is not None or self.gpu_memory is not None
 
     @property
     def still(self) -> bool:

@@ -24,9 +24,8 @@ from pagedweight.core.policy_file import load_policy
 from pagedweight.core.size_class import SizeClassPages, SlotCounts
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
-from pagedweight.memory.host import SMALL_PAGE
 from pagedweight.memory.interface import pages_of
-from pagedweight.runtime.startup import reserve_pages
+from pagedweight.serving.elastic.backend import default_page_bytes, lowering_reserve
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
 
@@ -108,7 +107,7 @@ def plan_context(checkpoint: Checkpoint, options: ServeOptions, ranks: int) -> P
         SizeTable.of(part, checkpoint.bits),
         calibration_of(checkpoint),
         policy_of(options),
-        options.page_bytes or SMALL_PAGE,
+        options.page_bytes or default_page_bytes(options.memory or 0),
     )
 
 
@@ -124,7 +123,7 @@ def divide(
     assert options.memory is not None
     pages = options.memory // page
     never_lower = fixed is not None and not options.replay
-    reserve = 0 if never_lower else reserve_pages(sizes, page)
+    reserve = 0 if never_lower else lowering_reserve(sizes, page, pages)
     granule = _granule_blocks(block, page)
     shell = Budget(page, pages, reserve, block, granule, context.resting_bits, 0, 0, 0, granule)
     start = -(-(2 if never_lower else policy.reload_blocks + 2) // granule)

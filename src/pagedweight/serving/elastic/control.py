@@ -14,6 +14,7 @@ from pagedweight.runtime.granules import GranuleLedger
 from pagedweight.runtime.messages import StepPlan, WorkerReport
 from pagedweight.runtime.signals import SignalWindow
 from pagedweight.runtime.trace import BitTrace
+from pagedweight.serving.elastic.backend import on_gpu
 from pagedweight.serving.elastic.budget import (
     Budget,
     KVBlock,
@@ -30,11 +31,24 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
+GPU_ROWS_PER_BATCH = 512
+
+
 def _planner(context: PlanContext, options: ServeOptions) -> Planner | TracingPlanner:
     planner = Planner(context)
     if options.trace is None:
         return planner
     return TracingPlanner(planner, trace_folder(options.trace))
+
+
+def dispatch_config(ranks: int, reserve: int) -> DispatchConfig:
+    """On a GPU memory comes back when running steps have finished, so nothing is done at once, and
+    batches are as large as the reserve lets them be."""
+    if on_gpu():
+        return DispatchConfig(
+            rows_per_batch=GPU_ROWS_PER_BATCH, eager=ranks == 1, lowering_pages=reserve
+        )
+    return DispatchConfig(at_once=ranks == 1, lowering_pages=reserve)
 
 
 class Control:
@@ -66,7 +80,7 @@ class Control:
             KVShape(block.nbytes, self.budget.granule_pages),
             self.budget.page_bytes,
             SignalWindow(context.calibration, checkpoint.top_k, context.policy.prior_tokens),
-            DispatchConfig(at_once=ranks == 1, lowering_pages=self.budget.reserve),
+            dispatch_config(ranks, self.budget.reserve),
         )
         self.preemptions = 0
         self._model_steps = 0

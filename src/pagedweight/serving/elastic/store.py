@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
 from pagedweight.kernels.contract import Activation, BlockTable, LayerStats
-from pagedweight.memory.host import HostDevice
 from pagedweight.memory.host_tier import CheckpointTier
 from pagedweight.memory.kv_region import Granule, KVRegion
-from pagedweight.runtime.messages import StepPlan
+from pagedweight.runtime.messages import Signals, StepPlan
+from pagedweight.runtime.signals import RankStats, take_signals
 from pagedweight.runtime.startup import open_rank
 from pagedweight.runtime.worker import MemoryWorker
+from pagedweight.serving.elastic.backend import open_device, open_host_tier, pages_per_step
 from pagedweight.serving.elastic.budget import (
     Budget,
     KVBlock,
@@ -38,6 +40,9 @@ class ElasticStore:
         self.options = options
         self.states: dict[int, LayerState] = {}
         self.part: Part | None = None
+        self.where = torch.device("cpu")
+        self._rank_stats: RankStats | None = None
+        self._num_tokens: torch.Tensor | None = None
         self._budget: Budget | None = None
         self._worker: MemoryWorker | None = None
 
@@ -45,21 +50,19 @@ class ElasticStore:
         self, decoder_layer: int, part: Part, activation: Activation, device: torch.device
     ) -> LayerState:
         """Register a layer; its table is filled by `start`."""
-        if device.type != "cpu":
-            raise UserError(f"--memory is for the CPU backend so far, not for {device.type}")
         if len(part.experts) != self.checkpoint.shape.experts:
             raise UserError("--memory does not work with expert parallelism yet")
-        self.part = self.part or part
+        self.part, self.where = self.part or part, device
         if part != self.part:
             raise AssertionError(f"layers of one rank have parts {self.part} and {part}")
         shape = part.shape(self.checkpoint.shape)
         state = LayerState(
             kernel=get_kernel(device.type),
             shape=shape,
-            table=BlockTable.empty(shape.experts, "cpu"),
+            table=BlockTable.empty(shape.experts, device),
             table_dtype=getattr(torch, self.checkpoint.table_dtype),
             activation=activation,
-            stats=LayerStats.empty(shape.experts, "cpu"),
+            stats=LayerStats.empty(shape.experts, device),
         )
         self.states[self.checkpoint.position(decoder_layer)] = state
         return state
@@ -89,19 +92,43 @@ class ElasticStore:
         fixed = fixed_bits(self.checkpoint, self.options)
         budget = divide(context, self.options, block, fixed)
         tier = CheckpointTier(self.checkpoint, self.part.experts, self.part.rank, self.part.ranks)
-        device = HostDevice(budget.page_bytes)
+        device = open_device(budget.page_bytes, self.where)
         options = self.options
         self._worker = open_rank(
             device,
-            tier,
+            open_host_tier(tier, device, options),
             budget.bits,
             budget.pages * budget.page_bytes,
+            self.where,
             poison=options.poison,
             reserve=budget.reserve,
+            pages_per_step=pages_per_step(),
         )
         self._budget = budget
         for position, state in self.states.items():
             state.table = self._worker.mover.weights.tables[position]
+        if self.where.type == "cuda":
+            self._count_on_gpu(tier.index.layers, tier.index.experts)
+
+    def _count_on_gpu(self, layers: int, experts: int) -> None:
+        """One buffer for the statistics of all layers, and how many tokens of a step are real."""
+        self._rank_stats = RankStats(layers, experts, self.where)
+        self._num_tokens = torch.zeros(1, dtype=torch.int64, device=self.where)
+        for position, state in self.states.items():
+            state.stats = self._rank_stats.layers[position]
+            state.num_tokens = self._num_tokens
+
+    def begin_step(self, tokens: int) -> None:
+        """The next step has so many real tokens; a graph's padding behind them is not counted."""
+        if self._num_tokens is not None:
+            device = self.worker.mover.weights.device
+            device.write(self._num_tokens.data_ptr(), np.array([tokens]).view(np.uint8))
+
+    def take_signals(self) -> Signals | None:
+        """Signals since the last call, or those of an earlier step; None when there are none."""
+        if self._rank_stats is not None:
+            return self._rank_stats.take()
+        return take_signals([s.stats for s in self.states.values() if s.stats is not None])
 
     def back_kv(self, nbytes: int, granules: list[Granule]) -> torch.Tensor:
         """int8 [nbytes] for vLLM's KV cache, with the granules of the start backed."""
@@ -113,6 +140,9 @@ class ElasticStore:
 
     def forget_signals(self) -> None:
         """Start statistics again: warm-up runs routed nothing real."""
+        if self._rank_stats is not None:
+            self._rank_stats.forget()
+            return
         for state in self.states.values():
             assert state.stats is not None
             for sums in (state.stats.mass, state.stats.tokens, state.stats.features):
