@@ -32,7 +32,7 @@ from pagedweight.eval.tasks import FOLDER, TASKS
 from pagedweight.eval.tasks.interval import interval
 from pagedweight.eval.vllm_engine import kv_bytes, quiet_engine
 from pagedweight.runtime.timeline import Timeline
-from pagedweight.serving.launch import SCHEDULER, WORKER
+from pagedweight.serving.launch import elastic_classes
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
 from pagedweight.serving.versions import vllm_named
@@ -160,7 +160,7 @@ def engine_arguments(
         asked = replace(serve, timeline=str(timeline)) if serve.budgeted else serve
         arguments["additional_config"] = asked.additional_config()
     if serve.budgeted:
-        arguments |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKER}
+        arguments["scheduler_cls"], arguments["worker_cls"] = elastic_classes()
         arguments["kv_cache_memory_bytes"] = serve.memory
     return arguments
 
