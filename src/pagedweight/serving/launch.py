@@ -17,15 +17,20 @@ import torch
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import check_writable
-from pagedweight.serving.conflicts import number, refuse_on_cpu, refuse_with_memory
+from pagedweight.serving.conflicts import has, number, refuse_on_cpu, refuse_with_memory
+from pagedweight.serving.elastic.backend import on_gpu
 from pagedweight.serving.elastic.budget import plan_context
+from pagedweight.serving.elastic.gpu_budget import within_gpu
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
 from pagedweight.serving.versions import check_version, vllm_version
 
 _FLAG = "--additional-config"
-SCHEDULER = "pagedweight.serving.elastic.scheduler.ElasticScheduler"
-WORKER = "pagedweight.serving.elastic.worker.ElasticCPUWorker"
+_ELASTIC = "pagedweight.serving.elastic"
+SCHEDULER = f"{_ELASTIC}.scheduler.ElasticScheduler"
+ASYNC_SCHEDULER = f"{_ELASTIC}.scheduler.ElasticAsyncScheduler"
+WORKER = f"{_ELASTIC}.worker.ElasticCPUWorker"
+GPU_WORKER = f"{_ELASTIC}.gpu_worker.ElasticGPUWorker"
 
 
 def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> list[str]:
@@ -36,6 +41,8 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
     if options.timeline is not None:
         check_writable(options.timeline)
     users, rest = _take(list(extra))
+    if options.gpu_memory is not None:
+        options = within_gpu(checkpoint, options, rest)
     if not torch.cuda.is_available():
         refuse_on_cpu(rest)
     config = {**users, **options.additional_config()}
@@ -64,7 +71,8 @@ def _classes(checkpoint: Checkpoint, options: ServeOptions, rest: list[str]) -> 
 
 def elastic_classes(arguments: Sequence[str] = ()) -> tuple[str, str]:
     """Scheduler and worker of elastic serving on this machine, under vLLM's `arguments`."""
-    return SCHEDULER, WORKER
+    ahead = on_gpu() and not has(arguments, "--no-async-scheduling")
+    return ASYNC_SCHEDULER if ahead else SCHEDULER, GPU_WORKER if on_gpu() else WORKER
 
 
 def _take(extra: list[str]) -> tuple[dict[str, Any], list[str]]:
