@@ -22,9 +22,11 @@ MEAN_TOLERANCE, MOST_TOLERANCE = 0.06, 0.6
 
 
 @pytest.fixture(autouse=True)
-def _gpu():
+def _gpu(monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    # Having asked, and quantized on the GPU, this process must not be forked from.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def _generate(path, options: ServeOptions, dtype: str):
