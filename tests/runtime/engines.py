@@ -51,7 +51,16 @@ class Engine:
     """Runs controller and ranks against a load given as blocks wanted; see `step`."""
 
     def __init__(
-        self, ranks=1, lag=0, pages=104, granules=24, lazy=True, bits=6, reserve=12, **config
+        self,
+        ranks=1,
+        lag=0,
+        pages=104,
+        granules=24,
+        lazy=True,
+        bits=6,
+        reserve=12,
+        pages_per_step=None,
+        **config,
     ):
         tier = RandomTier(layers=2, experts=4)
         self.devices = [FakeDevice(PAGE, lazy) for _ in range(ranks)]
@@ -61,6 +70,8 @@ class Engine:
         ]
         for rank in self.ranks:
             rank.worker.apply(StepPlan(0, grow=tuple(range(granules))))
+        for rank in self.ranks:
+            rank.worker.pages_per_step = pages_per_step
         usable = self.ranks[0].worker.kv.backed
         self.blocks = Blocks(2 * granules, 2, usable)
         index, sizes, rng = tier.index, tier.sizes, np.random.default_rng(0)

@@ -32,9 +32,14 @@ def run(engine, load):
     return [engine.step(wanted) for wanted in load]
 
 
-@pytest.mark.parametrize("ranks, lag", [(1, 0), (1, 2), (2, 2)])
-def test_a_burst_lowers_bits_and_grows_kv_and_both_return(ranks, lag):
-    engine = Engine(ranks, lag)
+GPU = {"eager": True, "pages_per_step": 7}
+
+
+@pytest.mark.parametrize(
+    "ranks, lag, config", [(1, 0, {}), (1, 2, {}), (2, 2, {}), (1, 2, GPU)], ids=str
+)
+def test_a_burst_lowers_bits_and_grows_kv_and_both_return(ranks, lag, config):
+    engine = Engine(ranks, lag, **config)
     start = engine.controller.granules.usable_blocks
     run(engine, BURST)
     status = engine.controller.status
@@ -48,6 +53,34 @@ def test_a_burst_lowers_bits_and_grows_kv_and_both_return(ranks, lag):
     for rank in engine.ranks:
         check_worker(rank.worker, contents=True)
         assert rank.worker.counters.rows_lowered >= 16
+
+
+def test_an_eager_rank_lowers_without_waiting_to_be_told():
+    steps = []
+    for eager in (False, True):
+        engine = Engine(lag=1, lazy=False, eager=eager)
+        start = engine.controller.granules.usable_blocks
+        count = 0
+        while engine.controller.granules.usable_blocks <= start:
+            engine.step(40)
+            count += 1
+        steps.append(count)
+    assert steps[1] <= steps[0] - 2
+
+
+def test_no_more_pages_change_hands_in_a_step_than_allowed():
+    engine = Engine(lag=1, pages_per_step=7)
+    worker = engine.ranks[0].worker
+    pool, most = worker.mover.weights.pool, max(7, worker.kv.most_pages)
+    back, taken = [], []
+    for wanted in BURST:
+        before, held = worker.counters.reclaimed_pages, pool.held_by("kv")
+        engine.step(wanted)
+        back.append(worker.counters.reclaimed_pages - before)
+        taken.append(pool.held_by("kv") - held)
+    assert max(back) == 7
+    assert 0 < max(taken) <= most
+    assert sum(back) > 20
 
 
 def test_ranks_change_the_same_rows_at_the_same_step():
@@ -155,10 +188,14 @@ def test_blocks_scattered_over_all_granules_keep_bits_low_and_the_engine_asleep(
     st.integers(0, 2),
     st.sampled_from([0.0, 0.02, 0.1]),
     st.booleans(),
+    st.sampled_from([None, 1, 7]),
 )
-def test_any_load_with_refusals_stays_sound_and_everything_returns(loads, ranks, lag, rate, lazy):
+def test_any_load_with_refusals_stays_sound_and_everything_returns(
+    loads, ranks, lag, rate, lazy, pages_per_step
+):
     """`Engine.check` holds after every step; without load all bits come back."""
-    engine = Engine(ranks, lag, lazy=lazy)
+    eager = ranks == 1 and pages_per_step is not None
+    engine = Engine(ranks, lag, lazy=lazy, pages_per_step=pages_per_step, eager=eager)
     rng = np.random.default_rng(0)
     for device in engine.devices:
         device.fault = device.upload_fault = lambda number, name: rng.random() < rate
@@ -190,7 +227,7 @@ def test_messages_are_small_and_of_one_version():
     largest = max(plans, key=lambda plan: len(plan.prepare))
     assert len(pickle.dumps(largest)) < 1000
     assert pickle.loads(pickle.dumps(largest)) == largest
-    with pytest.raises(ValueError, match="StepPlan of version 9, this process speaks 1"):
+    with pytest.raises(ValueError, match="StepPlan of version 9, this process speaks 2"):
         check_version(replace(largest, version=9))
 
 
@@ -201,6 +238,7 @@ def test_what_all_ranks_agree_on():
         mask_of([0, 1, 2]),
         10,
         {"rolled_back": 1},
+        returning=3,
     )
     two = WorkerReport(
         7,
@@ -215,7 +253,7 @@ def test_what_all_ranks_agree_on():
     both = merged([one, two])
     assert both.batches == (BatchStatus(1, Stage.COMMITTED), BatchStatus(2, Stage.FAILED, "map"))
     assert granules_of(both.backed) == [0, 2]
-    assert (both.free_pages, both.counters["rolled_back"]) == (8, 4)
+    assert (both.free_pages, both.returning, both.counters["rolled_back"]) == (8, 3, 4)
 
 
 def test_an_old_report_neither_unparks_nor_parks():

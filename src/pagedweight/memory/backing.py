@@ -45,6 +45,8 @@ class Backing:
         self._pool = pool
         self._held: dict[int, int] = {}
         self._surplus: dict[int, Completion] = {}
+        self.held_back = 0
+        """Pages that the last `reclaim` could have unmapped, had it been allowed more."""
 
     @property
     def mapped(self) -> int:
@@ -98,12 +100,15 @@ class Backing:
         `most`: no more than so many, None for all. Raises the first Transient after having tried
         them; what could not go stays surplus.
         """
+        self.held_back = 0
         if not self._surplus:
             return 0
         fences = {id(fence): fence for fence in self._surplus.values()}  # shared by many pages
         passed = {key for key, fence in fences.items() if fence.done()}
         ready = sorted(index for index, fence in self._surplus.items() if id(fence) in passed)
-        return sum(all_of(partial(self._unmap, *run) for run in runs(ready[:most])))
+        allowed = ready[:most]
+        self.held_back = len(ready) - len(allowed)
+        return sum(all_of(partial(self._unmap, *run) for run in runs(allowed)))
 
     def _unmap(self, first: int, count: int) -> int:
         self._device.unmap(self.span, first, count)

@@ -102,7 +102,7 @@ class Controller:
         self._config = config or DispatchConfig()
         pages = SizeClassPages.of(table.sizes, page_bytes)
         self._dispatch = Dispatcher(table, pages, self._config)
-        self._free_pages = 0
+        self._free_pages = self._returning = 0
         self._promised: dict[int, int] = {}
         self._signals = signals
         self._settled = False
@@ -121,6 +121,7 @@ class Controller:
             self._signals.add(report.signals)
         self.counters = report.counters
         self._free_pages = report.free_pages
+        self._returning = report.returning
         self._promised = {s: n for s, n in self._promised.items() if s > report.step}
 
     @property
@@ -139,7 +140,7 @@ class Controller:
             pending_blocks=demand.pending_blocks,
             head_blocks=demand.head_blocks,
             growth_blocks=demand.growth_blocks,
-            headroom_bytes=self.free_pages * self._page_bytes,
+            headroom_bytes=(self.free_pages + self._returning) * self._page_bytes,
             granule_blocks=granules.granule_blocks,
         )
 
@@ -215,13 +216,13 @@ class Controller:
         each, coming = self._kv.granule_pages, self.granules.count(GranuleState.SHRINKING)
         spare = kv.expected_free_blocks - (self._policy.reload_blocks + 1)
         most = max(0, spare // kv.granule_blocks)
-        more = min(most, -(-max(0, pages - coming * each) // each))
+        more = min(most, -(-max(0, pages - coming * each - self._returning) // each))
         given = self.granules.give_back(more, parking, self.step_number)
-        return bool(given or coming or self._dispatch.under_way)
+        return bool(given or coming or self._returning or self._dispatch.under_way)
 
     @property
     def _moving(self) -> bool:
-        return bool(self._dispatch.under_way or self.granules.in_transit)
+        return bool(self._dispatch.under_way or self.granules.in_transit or self._returning)
 
     def _wishes(self, kv: KVPressure, pressed: bool) -> tuple[int, ...]:
         """Granules to grow by: what pressure wants, or what nobody else has a use for."""

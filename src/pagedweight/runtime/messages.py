@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MESSAGE_VERSION = 1
+MESSAGE_VERSION = 2
 
 
 class Stage(IntEnum):
@@ -97,6 +97,8 @@ class WorkerReport:
     backed:     bit g is set when granule g is backed.
     free_pages: pages that KV or a reload could take now. The pool's reserve is not counted.
     counters:   running totals by name, for metrics (`Counters`).
+    returning:  pages that nobody reads any more and that go back to the pool in the next steps,
+                because only so many do in one.
     """
 
     step: int
@@ -105,6 +107,7 @@ class WorkerReport:
     free_pages: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     signals: Signals | None = None
+    returning: int = 0
     version: int = MESSAGE_VERSION
 
 
@@ -120,7 +123,8 @@ def check_version(message: StepPlan | WorkerReport) -> None:
 def merged(reports: Sequence[WorkerReport]) -> WorkerReport:
     """What holds on all ranks: least stage, common granules, fewest pages, first rank's signals.
 
-    A batch that failed on one rank has failed. Counters are the largest of any rank.
+    A batch that failed on one rank has failed. Counters, and pages that still return, are the
+    largest of any rank.
     """
     backed = reports[0].backed
     for report in reports[1:]:
@@ -131,6 +135,7 @@ def merged(reports: Sequence[WorkerReport]) -> WorkerReport:
         batches=_least(reports),
         backed=backed,
         free_pages=min(report.free_pages for report in reports),
+        returning=max(report.returning for report in reports),
         counters=_largest(report.counters for report in reports),
     )
 

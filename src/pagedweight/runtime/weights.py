@@ -131,6 +131,11 @@ class WeightMemory:
         return _numbers(picked, ~_needed(bits) & (self.slots[picked] != ABSENT))
 
     @property
+    def held_back(self) -> int:
+        """Pages that the last `reclaim` could have taken back, had it been allowed more."""
+        return sum(arena.backing.held_back for arena in self.arenas)
+
+    @property
     def stray_slots(self) -> int:
         """Slots that abandoned copies still write to."""
         return sum(len(arrival.slots) for arrival in self._strays)

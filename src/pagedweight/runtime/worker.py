@@ -65,6 +65,7 @@ class MemoryWorker:
             batches=self.mover.statuses(),
             backed=mask_of(self.kv.backed) if self.kv else 0,
             free_pages=self._pool.can_take(),
+            returning=self.mover.weights.held_back + (self.kv.backing.held_back if self.kv else 0),
             counters=self.counters.as_dict(),
             signals=signals,
         )

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from pagedweight.core.observation import blocks_for
 from pagedweight.runtime.controller import BlockDemand
+from pagedweight.serving.elastic.backend import on_gpu
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-HORIZON = 8
+HORIZON, GPU_HORIZON = 8, 16
 """Tokens that a running request may still get before blocks asked for now can be used: a plan takes
-about two steps to give memory, and steps run one ahead."""
+about two steps to give memory, and steps run one ahead. On a GPU memory also waits for running
+steps, and for the driver (4 to 8 steps in bench movement)."""
 
 
 def block_demand(scheduler: Scheduler, free_blocks: int) -> BlockDemand:
@@ -25,7 +27,8 @@ def block_demand(scheduler: Scheduler, free_blocks: int) -> BlockDemand:
     size = scheduler.block_size
     room = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
     waiting = [_after_prefill(request) for request in islice(iter(scheduler.waiting), room)]
-    growth = sum(_growth(request, size) for request in scheduler.running)
+    horizon = GPU_HORIZON if on_gpu() else HORIZON
+    growth = sum(_growth(request, size, horizon) for request in scheduler.running)
     return BlockDemand(
         free_blocks=free_blocks,
         pending_blocks=blocks_for(waiting, size),
@@ -43,10 +46,10 @@ def _after_prefill(request: Any) -> int:
     return request.num_tokens + 1
 
 
-def _growth(request: Any, size: int) -> int:
+def _growth(request: Any, size: int, horizon: int) -> int:
     """Blocks beyond those of the computed tokens: the rest of the prompt and some output."""
     end = min(
-        max(request.num_tokens, request.num_computed_tokens) + HORIZON,
+        max(request.num_tokens, request.num_computed_tokens) + horizon,
         request.num_prompt_tokens + request.max_tokens,
     )
     return max(0, blocks_for([end], size) - blocks_for([request.num_computed_tokens], size))

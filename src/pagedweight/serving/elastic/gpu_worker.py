@@ -27,7 +27,6 @@ logger = init_logger("vllm.pagedweight")
 class ElasticGPUWorker(ElasticRank, Worker):
     """GPU worker whose experts and KV share `--memory`."""
 
-    @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """Brings the experts in, compiles the model, measures its activations, and answers with
         what KV can reach. vLLM settles its block size only after `load_model`."""
@@ -39,7 +38,8 @@ class ElasticGPUWorker(ElasticRank, Worker):
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         try:
-            self.model_runner.profile_run()
+            with torch.inference_mode():
+                self.model_runner.profile_run()
         except torch.OutOfMemoryError as error:
             pool = self.budget.pages * self.budget.page_bytes
             raise UserError(
