@@ -79,7 +79,7 @@ class Engine:
         """Queue greedy requests for exactly `tokens` tokens each."""
         from vllm import SamplingParams
 
-        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         names = []
         for prompt in prompts:
             self.names += 1
