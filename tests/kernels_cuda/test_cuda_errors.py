@@ -8,7 +8,7 @@ from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
 from pagedweight.kernels.cuda import driver
 from pagedweight.kernels.cuda.compiler import machine_code
-from pagedweight.kernels.cuda.shapes import Build
+from pagedweight.kernels.cuda.shapes import Build, GroupBuild
 
 SMALL = LayerShape(experts=3, hidden=64, intermediate=64)
 
@@ -40,10 +40,14 @@ def test_tensors_off_the_contract_are_named(gpu, kernel):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
-def test_sources_compile_for(gpu, capability, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "source, build, capability",
+    [("decode.cu", Build(8), c) for c in ((8, 0), (8, 9), (9, 0), (10, 0))]
+    + [("decode_groups.cu", GroupBuild(8, 3), c) for c in ((8, 0), (10, 0))],
+)
+def test_sources_compile_for(gpu, source, build, capability, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    defines = Build(8).defines() | {"PW_BF16": 1, "PW_TABLE_BF16": 1}
-    code = machine_code("decode.cu", defines, capability)
+    defines = build.defines() | {"PW_BF16": 1, "PW_TABLE_BF16": 1}
+    code = machine_code(source, defines, capability)
     assert code[:4] == b"\x7fELF"
     assert len(list((tmp_path / "pagedweight" / "cuda").iterdir())) == 1

@@ -77,14 +77,55 @@ def test_prefill_at_any_size(gpu, kernel, monkeypatch, tokens, experts, planes):
         assert torch.equal(call.run(kernel), first)
 
 
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("groups", [(0, 0), (0, 2), (1, 1), (2, 3), (3, 3)])
-def test_groups_of_warps_share_units(gpu, kernel, monkeypatch, groups):
+def test_groups_of_warps_share_units(gpu, kernel, monkeypatch, groups, few):
     monkeypatch.setattr(decode, "choose_groups", lambda *_: groups)
+    monkeypatch.setattr(decode, "is_few", lambda *_: few)
+    monkeypatch.setattr(decode, "choose_token_groups", lambda *_: 1)
     for shape in (SMALL, LayerShape(20, 512, 320)):
         call = make_call(gpu, shape, 21, 3, planes=8)
         first = call.check(kernel)
         for _ in range(5):
             assert torch.equal(call.run(kernel), first)
+
+
+def _groups_of(monkeypatch, token_groups):
+    monkeypatch.setattr(decode, "is_few", lambda *_: False)
+    monkeypatch.setattr(decode, "choose_token_groups", lambda *_: token_groups)
+    monkeypatch.setattr(binding, "is_prefill", lambda *_: False)
+
+
+@pytest.mark.parametrize("token_groups", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens", [3, 40, 100])
+def test_a_decoded_weight_serves_groups_of_tokens(gpu, kernel, monkeypatch, token_groups, tokens):
+    _groups_of(monkeypatch, token_groups)
+    for planes in (4, 6, 8):
+        call = make_call(gpu, LayerShape(6, 520, 360), tokens, 2, planes=planes)
+        first = call.check(kernel)
+        for _ in range(3):
+            assert torch.equal(call.run(kernel), first)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("hidden, intermediate", [(130, 70), (1, 1), (2048, 96), (4160, 4096)])
+def test_groups_of_tokens_at_every_precision(gpu, kernel, monkeypatch, bits, hidden, intermediate):
+    _groups_of(monkeypatch, 2)
+    shape = LayerShape(3, hidden, intermediate)
+    make_call(gpu, shape, 21, 2, low=bits, planes=bits).check(kernel)
+
+
+@pytest.mark.parametrize("dtype, table", [(FP16, FP16), (BF16, FP16), (FP16, BF16)])
+def test_groups_of_tokens_in_other_types(gpu, kernel, monkeypatch, dtype, table):
+    _groups_of(monkeypatch, 1)
+    make_call(gpu, SMALL, 9, 2, dtype, table, "gelu", planes=8).check(kernel)
+
+
+@pytest.mark.parametrize("groups", [(0, 0), (1, 2), (2, 2)])
+def test_groups_of_tokens_and_of_warps_together(gpu, kernel, monkeypatch, groups):
+    _groups_of(monkeypatch, 3)
+    monkeypatch.setattr(decode, "choose_groups", lambda *_: groups)
+    make_call(gpu, LayerShape(5, 700, 130), 60, 2, planes=8).check(kernel)
 
 
 def test_experts_of_other_ranks_add_nothing(gpu, kernel):

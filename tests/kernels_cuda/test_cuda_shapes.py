@@ -6,11 +6,17 @@ from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
 from pagedweight.kernels.cuda.kernel import slices
 from pagedweight.kernels.cuda.shapes import (
+    GROUP_PLAN,
+    GROUP_WARPS,
     PLAN,
     Build,
     Device,
+    GroupBuild,
     choose_build,
+    choose_group_build,
     choose_groups,
+    choose_token_groups,
+    is_few,
     is_prefill,
     most_pairs,
     plan_bytes,
@@ -35,19 +41,59 @@ def test_too_little_shared_memory_is_refused_with_both_numbers():
         choose_build(Device(0, (8, 0), 20, 49152))
 
 
-def test_prefill_needs_a_large_thread_block():
-    assert prefill_shared_bytes(H200) <= H200.shared_limit
+@pytest.mark.parametrize(
+    "device, groups, warps", [(H200, 2, 16), (H200, 3, 12), (A100, 1, 8), (A100, 4, 8), (RTX, 4, 4)]
+)
+def test_groups_of_tokens_have_as_many_warps_as_fit(device, groups, warps):
+    build = choose_group_build(device, groups)
+    assert (build.warps, build.groups) == (warps, groups)
+    assert build.shared_bytes <= device.shared_limit
+    with pytest.raises(UserError, match=r"need 64000 bytes .* has 49152"):
+        choose_group_build(Device(0, (8, 0), 20, 49152), groups)
+
+
+@pytest.mark.parametrize(
+    "shape, tokens, top_k, groups",
+    [
+        (QWEN, 1, 4, 1),
+        (QWEN, 64, 4, 1),
+        (QWEN, 128, 4, 2),
+        (QWEN, 256, 4, 3),
+        (MIXTRAL, 16, 2, 1),
+        (MIXTRAL, 32, 2, 2),
+        (MIXTRAL, 64, 2, 3),
+        (MIXTRAL, 128, 2, 4),
+        (MIXTRAL, 500, 2, 4),
+    ],
+)
+def test_blocks_have_room_for_most_experts_tokens(shape, tokens, top_k, groups):
+    assert choose_token_groups(shape, tokens, top_k) == groups
+    assert is_few(shape, tokens, top_k) == (groups == 1)
+
+
+def test_few_tokens_of_many_experts_need_the_larger_plan():
+    many = LayerShape(600, 64, 64)
+    assert choose_token_groups(many, 500, 4) == 1
+    assert not is_few(many, 500, 4)
+
+
+def test_prefill_is_for_many_tokens_and_needs_a_large_thread_block():
+    assert prefill_shared_bytes() <= H200.shared_limit
     assert is_prefill(QWEN, 2048, 4, H200)
-    assert not is_prefill(QWEN, 64, 4, H200)
+    assert not is_prefill(QWEN, 256, 4, H200)
+    assert not is_prefill(MIXTRAL, 128, 2, H200)
+    assert is_prefill(MIXTRAL, 160, 2, H200)
     assert not is_prefill(QWEN, 2048, 4, A100)
 
 
 @pytest.mark.parametrize("experts", [1, 8, 60, 128, 300, 512, 4000])
 def test_a_launch_plans_what_fits(experts):
     most = most_pairs(experts)
-    head = Build(16).head
-    assert plan_bytes(most, experts) + head <= PLAN < plan_bytes(most + 1, experts) + head
+    head = max(GroupBuild(w, 1).head for w in GROUP_WARPS)
+    assert plan_bytes(most, experts) + head <= GROUP_PLAN < plan_bytes(most + 1, experts) + head
     assert most >= 256
+    few = [n for n in range(most) if is_few(LayerShape(experts, 64, 64), n, 1)]
+    assert all(plan_bytes(n, experts) + Build(16).head <= PLAN for n in few)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -62,6 +108,8 @@ def test_slices_cover_every_token_once(wide):
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
 def test_groups_are_whole_and_long_rows_have_them(tokens):
     for shape, top_k in ((QWEN, 4), (MIXTRAL, 2)):
-        gate, down = choose_groups(shape, tokens, top_k, Build(16), 132)
-        assert 0 <= gate <= down <= 3
+        for build in (Build(16), GroupBuild(12, 3), Build(4)):
+            gate, down = choose_groups(shape, tokens, top_k, build, 132)
+            assert 0 <= gate <= down <= 3
+            assert build.warps % (1 << down) == 0
     assert choose_groups(MIXTRAL, tokens, 2, Build(16), 132)[0] >= 1

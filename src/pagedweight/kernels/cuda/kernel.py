@@ -9,11 +9,17 @@ import torch
 from pagedweight.core.geometry import TILE_COLS, LayerShape, round_up
 from pagedweight.errors import UserError
 from pagedweight.kernels.contract import Activation, BlockTable, LayerStats
-from pagedweight.kernels.cuda.decode import launch_decode, load_decode
+from pagedweight.kernels.cuda.decode import launch_decode, load_decode, load_decode_groups
 from pagedweight.kernels.cuda.driver import bindings, check_capability
 from pagedweight.kernels.cuda.params import Params
 from pagedweight.kernels.cuda.prefill import launch_prefill, load_prefill, most_tokens, plan_bytes
-from pagedweight.kernels.cuda.shapes import Device, has_prefill, is_prefill, most_pairs
+from pagedweight.kernels.cuda.shapes import (
+    GROUP_WARPS,
+    Device,
+    has_prefill,
+    is_prefill,
+    most_pairs,
+)
 from pagedweight.kernels.cuda.workspace import Workspace
 
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -57,6 +63,8 @@ class CudaKernel:
             torch.cuda.current_stream()  # makes the context
             found = describe(torch.cuda.current_device())
             load_decode(found, *types)
+            for token_groups in range(1, len(GROUP_WARPS) + 1):
+                load_decode_groups(found, *types, token_groups)
             if has_prefill(found):
                 load_prefill(found, *types, experts)
 

@@ -11,7 +11,6 @@ from pagedweight.kernels.cuda.params import Params, launch
 from pagedweight.kernels.cuda.shapes import (
     PARTS_BYTES,
     PLANNERS,
-    WIDE_TABLE,
     WIDE_WARPS,
     Device,
     most_wide_blocks,
@@ -25,10 +24,9 @@ def load_prefill(
 ) -> tuple[Function, Function]:
     """The kernels that plan and that work, for a layer of `experts`."""
     types = {"PW_BF16": int(bf16), "PW_TABLE_BF16": int(table_bf16)}
-    defines = types | {"PW_TABLE_BYTES": WIDE_TABLE}
-    module = Module(machine_code("prefill.cu", defines, device.capability))
+    module = Module(machine_code("prefill.cu", types, device.capability))
     plan = module.function("plan", (PLANNERS + 2) * experts * 4)
-    return plan, module.function("prefill", prefill_shared_bytes(device))
+    return plan, module.function("prefill", prefill_shared_bytes())
 
 
 def plan_bytes(pairs: int, experts: int) -> int:

@@ -1,4 +1,4 @@
-"""Which build of the decode kernel serves a call, and how its shared memory is laid out.
+"""Which kernel serves a call, and how its shared memory is laid out.
 
 The choice depends on shapes alone, and so does the order of additions.
 """
@@ -11,18 +11,21 @@ from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
 
 BLOCK_TOKENS = 8
-"""Tokens of one expert that decode multiplies at a time."""
+"""Tokens of one group, the n of a tensor-core product: a block of csrc/decode.cu is one group, of
+csrc/decode_groups.cu 1 to 4."""
 WIDE_BLOCK_TOKENS = 144
-"""The same for prefill."""
+"""Most tokens of a block of prefill."""
 WINDOW, TABLES_AT, TABLE, STREAM = 1024, 16384, 8192, 6144
 """Addresses and sizes of csrc/decode.cu: WINDOW (0 before Hopper), TABLES_AT, TABLE_BYTES,
 STREAM_BYTES."""
-WIDE_WARPS, WIDE_TABLE, WIDE_STREAM, WIDE_COLUMNS = 8, 16384, 4608, 3 * 144 * 128
-"""Of csrc/prefill.cu: WARPS, TABLE_BYTES, STREAM_BYTES, SLOTS * TILE_BYTES."""
+PLAN = TABLES_AT - 2 * STREAM - WINDOW
+"""Bytes for its plan, with its head."""
+GROUP_REGION, GROUP_PLAN = 13952, 8192
+"""Bytes of csrc/decode_groups.cu: a warp's ring and tables, and the plan with its head."""
+WIDE_WARPS, WIDE_REGION, WIDE_HEAD, WIDE_COLUMNS = 8, 4608 + 16384, 1024, 3 * 144 * 128
+"""Of csrc/prefill.cu: WARPS, REGION, REGIONS_AT, SLOTS * TILE_BYTES."""
 PLANNERS = 32
 """Warps that make prefill's plan."""
-PLAN = TABLES_AT - 2 * STREAM - WINDOW
-"""Bytes for decode's plan, with its head."""
 PARTS_BYTES = 1 << 28
 """Most bytes of down's unweighted outputs that one prefill launch keeps."""
 
@@ -45,9 +48,10 @@ def window_of(device: Device) -> int:
 
 @dataclass(frozen=True)
 class Build:
-    """Compile-time shape of a thread block: its warps."""
+    """Compile-time shape of a thread block of csrc/decode.cu: its warps."""
 
     warps: int
+    block_tokens = BLOCK_TOKENS
 
     @property
     def threads(self) -> int:
@@ -59,11 +63,50 @@ class Build:
 
     @property
     def head(self) -> int:
-        """Bytes of `Head` (csrc/decode.cu)."""
+        """Bytes of `Head`."""
         return 44 + 8 * self.warps
 
     def defines(self) -> dict[str, int]:
         return {"PW_WARPS": self.warps, "PW_TABLE_BYTES": TABLE}
+
+
+@dataclass(frozen=True)
+class GroupBuild:
+    """The same for csrc/decode_groups.cu, and the groups of 8 tokens that a weight is multiplied
+    with once it is decoded."""
+
+    warps: int
+    groups: int
+
+    @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS * self.groups
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the plan, and each warp's ring and tables."""
+        return GROUP_PLAN + self.warps * GROUP_REGION
+
+    @property
+    def head(self) -> int:
+        """Bytes of `Head` (csrc/desk.cuh)."""
+        return 44 + 44 * self.warps
+
+    def defines(self) -> dict[str, int]:
+        return {
+            "PW_WARPS": self.warps,
+            "PW_GROUPS": self.groups,
+            "PW_REGION_BYTES": GROUP_REGION,
+            "PW_PLAN_BYTES": GROUP_PLAN,
+        }
+
+
+GROUP_WARPS = (16, 16, 12, 12)
+"""Warps of a thread block by groups of tokens: as many as leave each the registers it needs."""
 
 
 def most_blocks(pairs: int, experts: int) -> int:
@@ -82,9 +125,16 @@ def plan_bytes(pairs: int, experts: int) -> int:
 
 
 def most_pairs(experts: int) -> int:
-    """Routed (token, choice) pairs of one launch: each thread block keeps their plan."""
-    room = PLAN - Build(16).head
+    """Routed (token, choice) pairs of one launch of decode: each thread block keeps their plan."""
+    room = GROUP_PLAN - GroupBuild(GROUP_WARPS[0], 1).head
     return max(n for n in range(room // 2) if plan_bytes(n, experts) <= room)
+
+
+def is_few(shape: LayerShape, tokens: int, top_k: int) -> bool:
+    """Whether csrc/decode.cu serves a call of decode: one group of tokens an expert is enough, and
+    the plan fits there."""
+    fits = plan_bytes(tokens * top_k, shape.experts) <= PLAN - Build(16).head
+    return fits and choose_token_groups(shape, tokens, top_k) == 1
 
 
 def choose_build(device: Device) -> Build:
@@ -92,17 +142,37 @@ def choose_build(device: Device) -> Build:
     limit, window = device.shared_limit, window_of(device)
     warps = next((w for w in (16, 8, 4) if Build(w).shared_bytes(window) <= limit), 0)
     if not warps:
-        raise UserError(
-            f"the CUDA kernels need {Build(4).shared_bytes(window)} bytes of shared memory in a "
-            f"thread block; this GPU has {limit}"
-        )
+        raise _too_little(Build(4).shared_bytes(window), limit)
     return Build(warps)
 
 
-def prefill_shared_bytes(device: Device) -> int:
+def _too_little(needed: int, limit: int) -> UserError:
+    return UserError(
+        f"the CUDA kernels need {needed} bytes of shared memory in a thread block; this GPU has "
+        f"{limit}"
+    )
+
+
+def choose_group_build(device: Device, groups: int) -> GroupBuild:
+    """As many warps as registers and shared memory hold."""
+    for warps in (16, 12, 8, 4):
+        build = GroupBuild(warps, groups)
+        if warps <= GROUP_WARPS[groups - 1] and build.shared_bytes <= device.shared_limit:
+            return build
+    raise _too_little(GroupBuild(4, groups).shared_bytes, device.shared_limit)
+
+
+def choose_token_groups(shape: LayerShape, tokens: int, top_k: int) -> int:
+    """Groups of 8 tokens in a block of decode: room for most experts' tokens, so that few weights
+    are read and decoded twice."""
+    mean = tokens * top_k / shape.experts
+    usual = mean + 1.5 * mean**0.5
+    return min(len(GROUP_WARPS), max(1, -int(-usual // BLOCK_TOKENS)))
+
+
+def prefill_shared_bytes() -> int:
     """Dynamic shared memory of a thread block of prefill."""
-    tables = WIDE_WARPS * WIDE_TABLE
-    return TABLES_AT - window_of(device) + tables + WIDE_COLUMNS + (WIDE_WARPS - 2) * WIDE_STREAM
+    return WIDE_HEAD + WIDE_WARPS * WIDE_REGION + WIDE_COLUMNS
 
 
 def most_wide_blocks(pairs: int, experts: int) -> int:
@@ -112,7 +182,7 @@ def most_wide_blocks(pairs: int, experts: int) -> int:
 
 def has_prefill(device: Device) -> bool:
     """Whether prefill's thread block fits."""
-    return prefill_shared_bytes(device) <= device.shared_limit
+    return prefill_shared_bytes() <= device.shared_limit
 
 
 def is_prefill(shape: LayerShape, tokens: int, top_k: int, device: Device) -> bool:
@@ -122,15 +192,17 @@ def is_prefill(shape: LayerShape, tokens: int, top_k: int, device: Device) -> bo
     if not has_prefill(device):
         return False
     pairs = tokens * top_k
-    return pairs > 2 * most_pairs(shape.experts) or pairs > BLOCK_TOKENS * CROSSOVER * shape.experts
+    launches, each = pairs / most_pairs(shape.experts), pairs / shape.experts
+    return launches > 2 or each > (CROSSOVER if launches <= 1 else CROSSOVER_SLICED)
 
 
-CROSSOVER = 1.5
-"""Tokens an expert, in blocks of 8, from which prefill is quicker (docs/kernels.md, measured)."""
+CROSSOVER, CROSSOVER_SLICED = 32, 12
+"""Tokens an expert from which prefill is quicker than one launch of decode (docs/kernels.md,
+measured), and than two."""
 
 
 def choose_groups(
-    shape: LayerShape, tokens: int, top_k: int, build: Build, processors: int
+    shape: LayerShape, tokens: int, top_k: int, build: Build | GroupBuild, processors: int
 ) -> tuple[int, int]:
     """log2 of the warps that share a unit of gate_up and of down; thresholds measured on an H200.
 
@@ -140,13 +212,13 @@ def choose_groups(
     """
     pairs, experts = tokens * top_k, shape.experts
     hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
-    units = max(hit, pairs / BLOCK_TOKENS) * shape.gate_up.row_tiles / 2
+    units = max(hit, pairs / build.block_tokens) * shape.gate_up.row_tiles / 2
     rounds = units / (build.warps * processors)
     log = next(log for most, log in GROUP_LOGS if rounds < most)
     cols, down_cols = shape.gate_up.col_tiles, shape.down.col_tiles
     log += cols >= LONG_ROW
     longer = max(0, (down_cols // cols).bit_length() - 1)
-    most = min(3, build.warps.bit_length() - 1)
+    most = max(log for log in range(4) if build.warps % (1 << log) == 0)
     return min(log, most), min(log + longer, most)
 
 

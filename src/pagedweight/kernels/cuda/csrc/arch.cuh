@@ -57,6 +57,12 @@ PW_INLINE u32 shared32(u32 at) {
   asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(v) : "r"(at), "n"(OFFSET));
   return v;
 }
+// A word that other lanes copied: stays behind the wait for it.
+PW_INLINE u32 shared_word(u32 at) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
 PW_INLINE void store_shared4(u32 at, u32 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(v) : "memory");
 }

@@ -61,6 +61,14 @@ struct Codes {
     return pick(low, x[s], masked_or(s & 2 ? u << 2 : u << 4, 0x30303030u, high));
   }
 
+  PW_INLINE u32 even(int s) const {  // under zeros
+    const u32 low = 0x0F0F0F0Fu;
+    if constexpr (BITS <= 4) return x[s] & low;
+    if constexpr (BITS >= 7) return pick(low, x[s], above[s] << 4);
+    const u32 u = s & 1 ? upper.odd : upper.even;
+    return pick(low, x[s], (s & 2 ? u << 2 : u << 4) & 0x30303030u);
+  }
+
   // Twice the codes of the odd places (1, 3, 5, 7), one a byte.
   PW_INLINE u32 odd_doubled(int s) const {
     const u32 low = 0x1E1E1E1Eu;

@@ -78,9 +78,24 @@ PW_INLINE void count_expert(const Params& p, const Pair* pairs, int expert, int 
     p.mass[expert] += mine.v[0];
     p.seen[expert] += mine.v[1];
     float* f = p.features + expert * 6;
-    for (int i = 0; i < 6; ++i) f[i] = i % 3 == 2 ? fmaxf(f[i], mine.v[2 + i]) : f[i] + mine.v[2 + i];
+    for (int i = 0; i < 6; ++i)
+      f[i] = i % 3 == 2 ? fmaxf(f[i], mine.v[2 + i]) : f[i] + mine.v[2 + i];
   }
   __syncthreads();
+}
+
+// Decode's statistics: each expert by one thread block. Its blocks of tokens are neighbours in the
+// plan.
+PW_INLINE void count_all(const Params& p, const Plan& plan, unsigned char* free_memory) {
+  Sums(&scratch)[WARPS] = *(Sums(*)[WARPS])free_memory;
+  for (int b = blockIdx.x; b < *plan.block_count; b += gridDim.x) {
+    const int expert = plan.blocks[b].expert();
+    if (b > 0 && plan.blocks[b - 1].expert() == expert) continue;
+    int last = b;
+    while (last + 1 < *plan.block_count && plan.blocks[last + 1].expert() == expert) ++last;
+    const Block end = plan.blocks[last];
+    count_expert(p, plan.pairs, expert, plan.blocks[b].first(), end.first() + end.count(), scratch);
+  }
 }
 
 // Wait until `units` of down are written, and combine.

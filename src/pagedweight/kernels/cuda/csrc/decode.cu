@@ -303,25 +303,11 @@ struct Worker {
   }
 };
 
-// Statistics: each expert by one thread block. Its blocks of tokens are neighbours in the plan.
-PW_INLINE void count_all(const Params& p, const Plan& plan) {
-  Sums(&scratch)[WARPS] = *(Sums(*)[WARPS])memory_at(TABLES_AT);
-  for (int b = blockIdx.x; b < *plan.block_count; b += gridDim.x) {
-    const int expert = plan.blocks[b].expert();
-    if (b > 0 && plan.blocks[b - 1].expert() == expert) continue;
-    int last = b;
-    while (last + 1 < *plan.block_count && plan.blocks[last + 1].expert() == expert) ++last;
-    const Block end = plan.blocks[last];
-    count_expert(p, plan.pairs, expert, plan.blocks[b].first(), end.first() + end.count(), scratch);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ Params p, const u32 two_to_16) {
   if (shared_address(memory) != WINDOW) __trap();  // addresses are laid out behind it
   const Plan plan = plan_of(p);
   make_plan(p, plan, memory_at(TABLES_AT), THREADS);
-  order_blocks(p, plan, memory_at(TABLES_AT), THREADS);
   if (threadIdx.x < 2) head().phase[threadIdx.x] = phase_of(p, threadIdx.x, *plan.block_count);
   if (threadIdx.x < WARPS) head().board[0][threadIdx.x] = head().board[1][threadIdx.x] = 1;
   __syncthreads();
@@ -329,6 +315,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   worker.run();
   __syncthreads();
   combine_after(p, head().phase[1].all_units);
-  if (p.mass) count_all(p, plan);
+  if (p.mass) count_all(p, plan, memory_at(TABLES_AT));
   leave(p, *plan.block_count);
 }

@@ -1,50 +1,17 @@
-// Codes to centroids: the A fragments of a tile's products, from tables that one warp has to itself.
+// Decode's codes to centroids: the A fragments of a tile's products, from a warp's own tables.
 //
 // 2, 3 bits: each row's centroids in registers, split in low and high bytes; a byte permute looks
 //            four codes up at once.
-// 4 to 6:    shared memory, word [code][lane]: low half row g, high half row g + 8. Every lane reads
-//            its own bank, so a lookup never conflicts. Two row tiles alternate, 128 bytes each; at
-//            6 bits one fills the space.
+// 4 to 6:    shared memory, word [code][lane]: low half row g, high half row g + 8. Every lane
+//            reads its own bank, so a lookup never conflicts. Two row tiles alternate, 128 bytes
+//            each; at 6 bits one fills the space.
 // 7, 8 bits: read from global memory where they lie; slow, and rarely worth their bytes.
 #pragma once
-#include "codes.cuh"
-#include "dtype.cuh"
+#include "octets.cuh"
 
-const int TABLE_BYTES = PW_TABLE_BYTES;  // shared memory of a warp's tables: 8 or 16 KB
+const int TABLE_BYTES = PW_TABLE_BYTES;  // shared memory of a warp's tables: 8 KB
 const int TABLES_AT = 16384;  // address of the first warp's: all are multiples of TABLE_BYTES
 PW_INLINE u32 table_start(int warp) { return TABLES_AT + warp * TABLE_BYTES; }
-
-// One row's first 8 centroids by bytes.
-struct Octet {
-  u32 low[2], high[2];
-};
-PW_INLINE Octet octet_of(uint4 raw) {
-  const u32 w[4] = {centroids(raw.x), centroids(raw.y), centroids(raw.z), centroids(raw.w)};
-  return {{bytes(w[0], w[1], 0x6420), bytes(w[2], w[3], 0x6420)},
-          {bytes(w[0], w[1], 0x7531), bytes(w[2], w[3], 0x7531)}};
-}
-// The registers of near and far columns: `order` has the codes in its four low nibbles.
-PW_INLINE void lookup_octet(const Octet& t, u32 order, u32& near, u32& far) {
-  const u32 l = bytes(t.low[0], t.low[1], order), h = bytes(t.high[0], t.high[1], order);
-  near = bytes(l, h, 0x5140);
-  far = bytes(l, h, 0x7362);
-}
-
-// One row's 16 centroids by bytes: both halves are looked up, `choice` takes one of them.
-PW_INLINE void lookup_sixteen(const Octet (&t)[2], u32 order, u32 choice, u32& near, u32& far) {
-  const u32 l = bytes(bytes(t[0].low[0], t[0].low[1], order),
-                      bytes(t[1].low[0], t[1].low[1], order), choice);
-  const u32 h = bytes(bytes(t[0].high[0], t[0].high[1], order),
-                      bytes(t[1].high[0], t[1].high[1], order), choice);
-  near = bytes(l, h, 0x5140);
-  far = bytes(l, h, 0x7362);
-}
-// `choice` for product s from the plane of the most significant bit: byte i of the upper half
-// (4 + i) where the bit is set, else of the lower (i).
-PW_INLINE u32 upper_half(u32 plane, int s) {
-  const u32 moved = s == 0 ? plane << 2 : s == 1 ? plane << 1 : s == 2 ? plane : plane >> 1;
-  return masked_or(moved, 0x44444444u, 0x32103210u);
-}
 
 // Tables of one row tile, or of two.
 template <int BITS, int ROWS>
@@ -88,9 +55,10 @@ struct Lookup {
     }
   }
 
-  // Where the centroids of even and odd places are. With lines of 256 bytes a byte permute addresses
-  // even places (it puts the code in place of the address's second byte, so that byte's upper bits
-  // come with the codes) and a dot product odd ones: the logic and the multiply pipe take half each.
+  // Where the centroids of even and odd places are. With lines of 256 bytes a byte permute
+  // addresses even places (it puts the code in place of the address's second byte, so that byte's
+  // upper bits come with the codes) and a dot product odd ones: the logic and the multiply pipe
+  // take half each.
   PW_INLINE void addresses(const Codes<BITS>& codes, int s, u32 (&even)[4], u32 (&odd)[4]) const {
     const u32 e = codes.even(s, ROWS == 2 ? high : 0), o = codes.odd_doubled(s);
 #pragma unroll
@@ -111,7 +79,8 @@ struct Lookup {
     if constexpr (BITS <= 3) {
 #pragma unroll
       for (int i = 0; i < 2 * ROWS; ++i)
-        octet[i] = octet_of(read_row(raw + (i / 2 * 16 + lane_index / 4 + i % 2 * 8) * (2 << BITS)));
+        octet[i] =
+            octet_of(read_row(raw + (i / 2 * 16 + lane_index / 4 + i % 2 * 8) * (2 << BITS)));
     } else if constexpr (BITS <= 6) {
       const u32 start = table_start(warp);
       lane = start + lane_index * 4;

@@ -2,7 +2,8 @@
 #pragma once
 #include "dtype.cuh"
 
-// One launch, for tokens from first_token of the call on, as the launcher fills it (launch.py has the same fields in the same order).
+// One launch, for tokens from first_token of the call on, as the launcher fills it (params.py has
+// the same fields in the same order).
 struct Params {
   const u16* x;               // [tokens, x_stride]
   const float* weights;       // [tokens, top_k]
@@ -31,17 +32,21 @@ struct Counters {
 };
 
 const int NOBODY = 0xFFFF;
-const int BLOCK_TOKENS = 8;  // the n of a tensor-core product
+// Groups of 8 tokens, the n of a tensor-core product, that decode multiplies with a weight.
+#ifndef PW_GROUPS
+#define PW_GROUPS 1
+#endif
+const int BLOCK_TOKENS = 8 * PW_GROUPS;
 
-// At most 8 routed tokens of one expert: pairs[first .. first + count).
+// At most BLOCK_TOKENS routed tokens of one expert: pairs[first .. first + count).
 struct Block {
   u32 packed;
   PW_INLINE static Block of(u32 expert, u32 first, u32 count) {
-    return {expert << 20 | count << 16 | first};
+    return {expert << 20 | count << 14 | first};
   }
   PW_INLINE int expert() const { return packed >> 20; }
-  PW_INLINE int count() const { return packed >> 16 & 15; }
-  PW_INLINE int first() const { return packed & 0xFFFF; }
+  PW_INLINE int count() const { return packed >> 14 & 63; }
+  PW_INLINE int first() const { return packed & 0x3FFF; }
 };
 
 struct Plan {
@@ -96,15 +101,62 @@ PW_INLINE void lay_out(const Params& p, const Plan& plan, const u32* count, u32*
   if (lane == 0) *plan.block_count = total & 0xFFFF;
 }
 
-// All threads of the block. `scratch`: 4 bytes a pair and 8 an expert of shared memory.
+PW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Blocks of tokens by the bits of their weights, most first, in the order of gate_up and of down:
+// warps that are busy at the same time then run the same code, which the instruction cache holds,
+// whatever the plan of precisions, and the last units are the shortest. Down keeps gate_up's order
+// among equals, so that what it waits for comes first. A few blocks, or blocks that are all alike,
+// stay as they are. All threads; `bits`: by expert and kind; `keys`: a byte a block. A barrier ends
+// it.
+const int FEW_BLOCKS = 8;
+PW_INLINE void order_blocks(const Plan& plan, const u8* bits, u32* keys, int threads) {
+  const int blocks = *plan.block_count, words = ceil_div(blocks, 4);
+  int differ = 0;
+  for (int b = threadIdx.x; b < blocks; b += threads) {
+    plan.order[b] = plan.order[plan.most + b] = (u16)b;
+    if (blocks > FEW_BLOCKS)
+      for (int kind = 0; kind < 2; ++kind)
+        differ |= bits[plan.blocks[b].expert() * 2 + kind] !=
+                  bits[plan.blocks[0].expert() * 2 + kind];
+  }
+  if (!__syncthreads_or(differ)) return;
+  for (int phase = 0; phase < 2; ++phase) {
+    u16* order = plan.order + phase * plan.most;
+    for (int i = threadIdx.x; i < words * 4; i += threads) {
+      const int block = i < blocks ? plan.order[i] : 0;
+      ((u8*)keys)[i] = i < blocks ? bits[plan.blocks[block].expert() * 2 + phase] : 0;
+    }
+    __syncthreads();
+    for (int b = threadIdx.x; b < blocks; b += threads) {
+      const u32 mine = ((const u8*)keys)[b];
+      int at = 0;  // how many come before
+      for (int w = 0; w < words; ++w) {
+        const u32 four = keys[w];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const u32 other = four >> 8 * i & 255;
+          at += other > mine || (other == mine && 4 * w + i < b);
+        }
+      }
+      order[at] = phase ? plan.order[b] : (u16)b;
+    }
+    __syncthreads();
+  }
+}
+
+// All threads of the block. `scratch`: 4 bytes a pair and 10 an expert of shared memory, and 4.
 PW_INLINE void make_plan(const Params& p, const Plan& plan, unsigned char* scratch, int threads) {
   const int pairs = p.tokens * p.top_k;
   u32* count = (u32*)scratch;
   u32* start = count + p.experts;
   u16* id = (u16*)(start + p.experts);
   u16* rank = id + pairs;
+  u8* bits = (u8*)(rank + pairs);  // by expert and kind; read early, with the ids
   for (int e = threadIdx.x; e < p.experts; e += threads) count[e] = 0;
   for (int i = threadIdx.x; i < pairs; i += threads) id[i] = (u16)local_expert(p, i);
+  if (pairs > FEW_BLOCKS)
+    for (int i = threadIdx.x; i < 2 * p.experts; i += threads) bits[i] = (u8)p.bits[i];
   __syncthreads();
   if (threadIdx.x < 32) {
     rank_pairs(pairs, id, rank, count, threadIdx.x);
@@ -114,44 +166,7 @@ PW_INLINE void make_plan(const Params& p, const Plan& plan, unsigned char* scrat
   for (int i = threadIdx.x; i < pairs; i += threads)
     if (id[i] != NOBODY) plan.pairs[start[id[i]] + rank[i]] = (u16)i;
   __syncthreads();
-}
-
-PW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// Blocks of tokens by the bits of their weights, in the order of gate_up and of down: warps that are
-// busy at the same time then run the same code, which the instruction cache holds, whatever the
-// plan of precisions. Down keeps gate_up's order among equals, so that what it waits for comes
-// first. All threads; `scratch`: 8 bytes a block and 64 more. A few blocks stay as they are.
-const int FEW_BLOCKS = 8;
-PW_INLINE void order_blocks(const Params& p, const Plan& plan, unsigned char* scratch,
-                            int threads) {
-  const int blocks = *plan.block_count;
-  u32* count = (u32*)scratch;  // by bits
-  u16* id = (u16*)(count + 16);
-  u16* rank = id + blocks;
-  u16* down_bits = rank + blocks;
-  for (int b = threadIdx.x; b < blocks; b += threads) {
-    plan.order[b] = plan.order[plan.most + b] = (u16)b;
-    if (blocks > FEW_BLOCKS) {
-      id[b] = (u16)p.bits[plan.blocks[b].expert() * 2];
-      down_bits[b] = (u16)p.bits[plan.blocks[b].expert() * 2 + 1];
-    }
-  }
-  for (int phase = 0; phase < 2 && blocks > FEW_BLOCKS; ++phase) {
-    if (threadIdx.x < 16) count[threadIdx.x] = 0;
-    __syncthreads();
-    if (phase == 1)
-      for (int i = threadIdx.x; i < blocks; i += threads) id[i] = down_bits[plan.order[i]];
-    __syncthreads();
-    if (threadIdx.x < 32) rank_pairs(blocks, id, rank, count, threadIdx.x);
-    __syncthreads();
-    for (int i = threadIdx.x; i < blocks; i += threads) {
-      int at = rank[i];
-      for (int bits = 0; bits < id[i]; ++bits) at += count[bits];
-      plan.order[phase * plan.most + at] = phase ? plan.order[i] : (u16)i;
-    }
-    __syncthreads();
-  }
+  order_blocks(plan, bits, count, threads);  // in the place of what the pairs needed
 }
 
 // A unit of work is a pair of row tiles for one block of tokens: gate i and up i, or down's 2i and

@@ -3,11 +3,11 @@
 //
 // A thread block takes one block of tokens and eight units (pairs of row tiles), one a warp. Column
 // tile by column tile, activations go through shared memory for all warps, planes through each
-// warp's own stream; a warp decodes two row tiles into registers and multiplies them with 18 groups
+// warp's own ring; a warp decodes two row tiles into registers and multiplies them with 18 groups
 // of 8 tokens. The plan is made by a launch of its own.
 const int WARPS = 8, THREADS = WARPS * 32;
 #include "combine.cuh"
-#include "stream.cuh"
+#include "ring.cuh"
 
 const int BLOCK_MOST = 144;  // tokens of a block: as many sums as registers hold
 const int GROUPS = BLOCK_MOST / 8;
@@ -103,18 +103,13 @@ extern "C" __global__ void __launch_bounds__(PLANNERS * 32, 1)
 
 // ---- the work
 
-// Shared memory by address, as in decode.cu, with the activations between tables and streams.
-const int WINDOW = __CUDA_ARCH__ >= 900 ? 1024 : 0;
-const int FRONT_AT = TABLES_AT - 2 * STREAM_BYTES;
-const int COLUMNS_AT = TABLES_AT + WARPS * TABLE_BYTES;
-PW_INLINE u32 stream_at(int warp) {
-  return warp < 2 ? FRONT_AT + warp * STREAM_BYTES
-                  : COLUMNS_AT + SLOTS * TILE_BYTES + (warp - 2) * STREAM_BYTES;
-}
+// Shared memory: the head, then a ring of planes and tables for each warp, then a ring of
+// activations for all.
+const int TABLES = table_bytes(6, 2);
+const int RING = 4608;  // 3 stages of 1536 bytes, or 2 of 2048 beyond 6 bits
+const int REGION = RING + TABLES, REGIONS_AT = 1024, COLUMNS_AT = REGIONS_AT + WARPS * REGION;
+PW_INLINE constexpr int slots_of(int bits) { return bits <= 6 ? 3 : 2; }
 PW_INLINE constexpr int slot_bytes(int slots) { return slots == 3 ? 1536 : 2048; }
-PW_INLINE unsigned char* memory_at(u32 address) {
-  return memory + (address - shared_address(memory));
-}
 
 struct Head {
   Phase phase[2];
@@ -122,6 +117,7 @@ struct Head {
   int next;
   int pairs[BLOCK_MOST];
 };
+static_assert(sizeof(Head) <= REGIONS_AT, "the head fits");
 PW_INLINE Head& head() { return *(Head*)memory; }
 
 struct Worker {
@@ -130,9 +126,10 @@ struct Worker {
   const int lane, warp, blocks;
   const u32 two_to_16;
   Task task;
+  u64 row;                   // of the device table
   int block, count, groups;  // of tokens
   bool real;                 // whether the warp's unit exists
-  Stream stream;
+  Pieces pieces;             // of the warp's planes
   u64 rows;           // activations of the call's tokens, or act(gate) * up
   u32 row_at[PIECES];  // byte offsets of the rows that this thread copies, at its piece of a tile
   float sum[2][GROUPS][4];
@@ -150,8 +147,7 @@ struct Worker {
     const int unit = local / any.group_blocks * WARPS + warp;
     real = unit < phase().units;
     task.unit = min(unit, phase().units - 1);
-    const int row = any.expert * 2 + task.phase;
-    task.row = lane == 9 ? (u64)p.bits[row] : *(lane < 8 ? p.planes + row * 8 + lane : p.tables + row);
+    row = table_row(p, any.expert, task.phase, lane);
     const WideBlock mine = plan.blocks[block];
     count = mine.count;
     groups = ceil_div(count, 8);
@@ -175,14 +171,17 @@ struct Worker {
   // Ask for a column tile: this warp's planes and this thread's part of the activations, in one of
   // `slots`. Pieces of odd rows change places in pairs, so that reading eight lanes' pieces meets
   // no bank twice.
-  PW_INLINE void ask(int tile, int slots) {
+  template <int BITS>
+  PW_INLINE void ask(int tile) {
+    const int slots = slots_of(BITS);
     if (tile < phase().cols) {
-      const u32 to = stream_at(warp) + tile % slots * slot_bytes(slots) + lane * 16;
+      const u32 start = shared_address(memory);
+      const u32 to =
+          start + REGIONS_AT + warp * REGION + tile % slots * slot_bytes(slots) + lane * 16;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (i < stream.copies) copy16(to + i * 512, stream.base[i] + tile * 128);
+      for (int i = 0; i < (BITS + 1) / 2; ++i) copy16(to + i * 512, pieces.at[i] + tile * 128);
       const int row = threadIdx.x / 8;
-      const u32 at = COLUMNS_AT + tile % slots * TILE_BYTES + row * 128 +
+      const u32 at = start + COLUMNS_AT + tile % slots * TILE_BYTES + row * 128 +
                      (threadIdx.x % 8 ^ (row & 1)) * 16;
 #pragma unroll
       for (int i = 0; i < PIECES; ++i)
@@ -193,33 +192,38 @@ struct Worker {
 
   template <int BITS>
   PW_INLINE void multiply() {
-    u64 in_global[2] = {centroids_of(task, phase(), 0, BITS), centroids_of(task, phase(), 1, BITS)};
-    Lookup<BITS, 2> lookup;
-    lookup.fill(memory_at(stream_at(warp)), in_global, warp, lane, two_to_16);
-    __syncwarp();
+    u64 tile[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      tile[r] = centroids_of(phase(), task.phase, task.unit, row, r, BITS);
+    Tables<BITS, 2> tables;
+    const auto raw = tables.load(tile, lane);
+    // Up to 6 bits a stage leaves room for three.
+    const int slots = slots_of(BITS);
+    ask<BITS>(0);
+    if (slots == 3) ask<BITS>(1);
+    const int region = REGIONS_AT + warp * REGION;
+    tables.fill(raw, tile, shared_address(memory) + region + RING, lane, two_to_16);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[r][n][i] = 0;
-    // Up to 6 bits a stage leaves room for three.
-    const int slots = BITS <= 6 ? 3 : 2;
-    ask(0, slots);
-    if (slots == 3) ask(1, slots);
-    const int row = lane / 4, piece = (lane & 3) * 2;
-    const u32 near_at = row * 128 + (piece ^ (row & 1)) * 16;
-    const u32 far_at = row * 128 + (piece + 1 ^ (row & 1)) * 16;
+    const int g = lane / 4, piece = (lane & 3) * 2;
+    const u32 near_at = g * 128 + (piece ^ (g & 1)) * 16;
+    const u32 far_at = g * 128 + (piece + 1 ^ (g & 1)) * 16;
 #pragma unroll 1
     for (int c = 0; c < phase().cols; ++c) {
       copies_wait<slots - 2>();
       __syncthreads();  // the tile is there for all, and all are done with the one before
-      ask(c + slots - 1, slots);
-      const unsigned char* at = memory_at(stream_at(warp) + c % slots * slot_bytes(slots) + lane * 4);
+      ask<BITS>(c + slots - 1);
+      const u32 at =
+          shared_address(memory) + region + c % slots * slot_bytes(slots) + lane * 4;
       u32 a[2][4][4];
-      fragments<BITS, 0>(at, lookup, a[0]);
-      fragments<BITS, 1>(at, lookup, a[1]);
-      const unsigned char* x = memory_at(COLUMNS_AT + c % slots * TILE_BYTES);
+      tile_fragments<BITS, 0>(at, tables, a[0]);
+      tile_fragments<BITS, 1>(at + 128, tables, a[1]);
+      const unsigned char* x = memory + COLUMNS_AT + c % slots * TILE_BYTES;
 #pragma unroll
       for (int n = 0; n < GROUPS; n += 2) {
         if (n >= groups) break;
@@ -231,18 +235,36 @@ struct Worker {
           far[m] = *(const uint4*)(x + (n + m) * 1024 + far_at);
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          multiply16816(sum[i % 2][n + i / 2 % 2], a[i % 2][i / 4], i < 4 ? near[i / 2 % 2].x : far[i / 2 % 2].x, i < 4 ? near[i / 2 % 2].y : far[i / 2 % 2].y);
+        for (int i = 0; i < 8; ++i) {
+          const uint4& v = i < 4 ? near[i / 2 % 2] : far[i / 2 % 2];
+          multiply16816(sum[i % 2][n + i / 2 % 2], a[i % 2][i / 4], v.x, v.y);
+        }
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          multiply16816(sum[i % 2][n + i / 2 % 2], a[i % 2][2 + i / 4], i < 4 ? near[i / 2 % 2].z : far[i / 2 % 2].z, i < 4 ? near[i / 2 % 2].w : far[i / 2 % 2].w);
+        for (int i = 0; i < 8; ++i) {
+          const uint4& v = i < 4 ? near[i / 2 % 2] : far[i / 2 % 2];
+          multiply16816(sum[i % 2][n + i / 2 % 2], a[i % 2][2 + i / 4], v.z, v.w);
+        }
       }
     }
     copies_wait<0>();
   }
 
+  // A fragments of a row tile: near columns 0..3 of the lane's 16, far ones, then the next four.
+  template <int BITS, int R>
+  PW_INLINE static void tile_fragments(u32 at, const Tables<BITS, 2>& tables,
+                                       u32 (&a)[4][4]) {
+    u32 top, half[2][4];
+    const Codes<BITS> codes = codes_at<BITS>(at, 256, top);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      fragments<BITS, 2, R>(codes, top, tables, h, half);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) a[h * 2 + i / 4][i % 4] = half[i / 4][i % 4];
+    }
+  }
+
   PW_INLINE void multiply_any() {
-    switch (task.bits()) {
+    switch (bits_of(row)) {
       case 2: return multiply<2>();
       case 3: return multiply<3>();
       case 4: return multiply<4>();
@@ -287,13 +309,7 @@ struct Worker {
       take(index);
       u32 claimed = 0;
       if (threadIdx.x == 0) claimed = gridDim.x + atomicAdd(&c->claimed[0], 1u);
-      const Pieces s = begin_pass(phase(), task.phase, task.unit, task.row, 0, 0, stream_at(warp), lane);
-      copies_commit();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) stream.base[i] = s.at[i];
-      stream.copies = s.copies;
-      copies_wait<0>();
-      __syncwarp();
+      pieces = pieces_of(phase(), task.phase, task.unit, row, 0, 2, 1, 0, lane);
       multiply_any();
       write();
       if (threadIdx.x == 0) head().next = claimed;
@@ -306,7 +322,6 @@ struct Worker {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill(const __grid_constant__ Params p, const u32 two_to_16) {
-  if (shared_address(memory) != WINDOW) __trap();  // addresses are laid out behind it
   const WidePlan plan = wide_plan(p);
   const int blocks = *plan.block_count;
   if (threadIdx.x < 2) {
@@ -319,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   combine_after(p, blocks * head().row_groups[1]);
   if (p.mass) {
-    Sums(&scratch)[WARPS] = *(Sums(*)[WARPS])memory_at(TABLES_AT);
+    Sums(&scratch)[WARPS] = *(Sums(*)[WARPS])(memory + REGIONS_AT);
     for (int b = blockIdx.x; b < blocks; b += gridDim.x) {
       const WideBlock first = plan.blocks[b];
       if (first.group_first != b) continue;

@@ -8,15 +8,14 @@
 #include "lookup.cuh"
 #include "plan.cuh"
 
-const bool WIDE = PW_TABLE_BYTES == 16384;  // prefill
 const int SLOTS = 3;
 const int SLOT_BYTES = 2048;
-const int STREAM_BYTES = WIDE ? 4608 : SLOTS * SLOT_BYTES;  // prefill: 3 of 1536, or 2 of 2048
+const int STREAM_BYTES = SLOTS * SLOT_BYTES;
 
 // Row tiles and column tiles of a stage, so that no precision takes more than a slot and that the
-// tables of its row tiles fit. With prefill's 16 KB of tables every stage is two row tiles by one.
-PW_INLINE constexpr int stage_rows(int bits) { return WIDE || bits <= 5 ? 2 : 1; }
-PW_INLINE constexpr int stage_log_tiles(int bits) { return WIDE || bits == 5 ? 0 : 1; }
+// tables of its row tiles fit.
+PW_INLINE constexpr int stage_rows(int bits) { return bits <= 5 ? 2 : 1; }
+PW_INLINE constexpr int stage_log_tiles(int bits) { return bits == 5 ? 0 : 1; }
 template <int BITS>
 struct Stage {
   static const int ROWS = stage_rows(BITS), TILES = 1 << stage_log_tiles(BITS);
@@ -103,7 +102,7 @@ __device__ __noinline__ Pieces begin_pass(const Phase& f, int phase, int unit, u
   if (bits <= 6) {
     const int log_size = bits + 5;  // bytes of a row tile's centroids
 #pragma unroll
-    for (int i = 0; i < (WIDE ? 8 : 4); ++i) {  // at most 4 KB, or a slot
+    for (int i = 0; i < 4; ++i) {  // at most a slot
       const int byte = i * 512 + lane * 16;
       const int tile = byte >> log_size ? tile1 : tile0;
       if (byte < (1 + two) << log_size)
