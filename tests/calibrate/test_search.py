@@ -178,15 +178,15 @@ def test_clusters_find_what_was_mixed() -> None:
 
 
 def test_damage_is_that_of_the_levels_of_the_plan() -> None:
-    """Blind to signals and on its own calibration, the planner is about as good as static; the
-    oracle is never worse. A fine is due beyond the tolerance."""
+    """Blind to signals, the planner is about as good as static (two dozen blocks leave greedy steps
+    little to choose from); the oracle is never worse. A fine is due beyond the tolerance."""
     trials = search_trials(made(follows=1.0), LEVELS, Split.of(SEQUENCES, 0), 0)
     objective = Objective(trials, SIZES, INDEX, Policy())
     assert objective.budget_bits == tuple(b for b in BUDGET_BITS if b <= LEVELS[-1])
     assert (objective.yardstick.oracle <= objective.yardstick.static * (1 + 1e-9)).all()
     blind = policy_of(Knobs(alpha=0, exponent=0, floor=2), Policy())
     found = objective.damage(blind)
-    assert (np.abs(np.log(found / objective.yardstick.static)) < 0.15).all()
+    assert 0.97 < float((found / objective.yardstick.static).mean()) < 1.06
     shifted = np.array([trial.shifted for trial in trials])[:, None]
     even = objective.score(objective.yardstick.static)
     harmed = objective.yardstick.static * np.where(shifted, 1.0, np.exp(2 * TOLERANCE))

@@ -2,8 +2,8 @@
 
 Calibration text is all of one kind, and a search that saw nothing else would find that adapting is
 hardly worth it. So there are two kinds of trial: "in-domain", where whole sequences are held out,
-and "shifted", where segments are clustered by routing mass and the cluster farthest from the rest
-is held out: text that uses the experts differently from all that the planner was calibrated on.
+and "shifted", where segments are clustered by routing mass and what is calibrated on one cluster
+plans for a far one: text that uses the experts differently from all that the planner knows.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ LEAST = 4
 """Segments that a text must have. The first half is what the planner has seen when it plans, the
 damage is that of the second."""
 ROUNDS = 50
+DRAWS = 3
+"""Clusterings, each from other starting points: far clusters are small, and one draw of them is
+chance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +81,16 @@ class Split:
 def search_trials(
     measured: Measurements, levels: Sequence[int], split: Split, seed: int
 ) -> list[Trial]:
-    """Within the search's sequences: up to PARTS trials of each kind."""
+    """Within the search's sequences: PARTS in-domain trials, and PARTS shifted ones of each
+    clustering; fewer where there is too little text."""
     out = []
     for part in range(min(PARTS, len(split.search))):
         test = split.search[part::PARTS]
         train = [number for number in split.search if number not in test]
         out.append(_trial(f"in-domain {part}", measured, levels, _all(train), _all(test)))
-    return out + _shifted(measured, levels, split.search, split.search, seed)
+    for again in range(DRAWS):
+        out += _shifted(measured, levels, split.search, split.search, seed + again)
+    return out
 
 
 def check_trials(
@@ -102,18 +108,28 @@ def _shifted(
     test: Sequence[int],
     seed: int,
 ) -> list[Trial]:
-    """Trials for clusters of the test's segments, calibrated on what in `train` is nearest to
-    another cluster: the PARTS that are farthest from what they are calibrated on."""
+    """Trials calibrated on one cluster and tested on another: of each tested cluster the farthest
+    to calibrate on, and of those the PARTS farthest."""
     points = _points(measured)
     new, seen = _all(test), _all(train)
-    centers = clusters(points[_at(new)], max(2, len(new) // CLUSTER), seed)
+    centers = clusters(points[_at(seen)], max(2, len(seen) // CLUSTER), seed)
     of_new, of_seen = (nearest(points[_at(pieces)], centers) for pieces in (new, seen))
+
+    def members(pieces: Pieces, of: NDArray[np.int64], number: int) -> Pieces:
+        return [at for at, one in zip(pieces, of, strict=True) if one == number]
+
     out = []
     for number in range(len(centers)):
-        inside = [at for at, of in zip(new, of_new, strict=True) if of == number]
-        outside = [at for at, of in zip(seen, of_seen, strict=True) if of != number]
-        if len(inside) >= LEAST and outside:
-            out.append(_trial(f"shifted {number}", measured, levels, outside, inside))
+        inside = members(new, of_new, number)
+        if len(inside) < LEAST:
+            continue
+        others = [members(seen, of_seen, one) for one in range(len(centers)) if one != number]
+        trials = [
+            _trial(f"shifted {number}", measured, levels, other, inside)
+            for other in others
+            if len(other) >= 2 * LEAST
+        ]
+        out += sorted(trials, key=lambda trial: -trial.distance)[:1]
     return sorted(out, key=lambda trial: -trial.distance)[:PARTS]
 
 

@@ -21,7 +21,7 @@ BUDGET_BITS = (2.5, 3.0, 3.5, 4.0, 4.5)
 """Budgets, as the bytes of uniform bits; between two levels on a straight line."""
 ALL = 10**9
 """Pages in a step: how fast a plan is carried out makes no difference to where it leads."""
-TOLERANCE = 0.005
+TOLERANCE = 0.01
 FINE = 10.0
 
 
