@@ -1,8 +1,9 @@
 """Real vLLM engines one after another, each in a fork of a process that has imported vLLM once.
 
-A program: `python served.py JOBS RESULTS`. JOBS is a JSON list of {"name", "path", "plan"}; each
-result is written to RESULTS/name.json: [tokens, log-probabilities] by prompt, or {"error": text}.
-Started the usual way an engine imports vLLM in three new processes, 30 s for a model of 3 MB.
+A program: `python served.py JOBS RESULTS`. JOBS is a JSON list of {"name", "path", "plan"} (fixed
+precision) and {"name", "path", "memory"} (elastic precision); each result is written to
+RESULTS/name.json, {"error": text} where there is none. Started the usual way an engine imports vLLM
+in three new processes, 30 s for a model of 3 MB.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from typing import Any
 
 PROMPTS = ["The river was first", "In 1912 the company and a small town", "def parse(theorem"]
 NEW_TOKENS = 8
+BURST, BURST_NEW = 160, 112
+"""Tokens of each request of a burst in all, and of its answer."""
 AT_ONCE = 2
 LIMIT = 240.0
 """Seconds for one engine, on a machine that is busy with other things."""
 
 
 def serve(job: dict[str, Any]) -> list[Any]:
-    """Greedy continuation of every prompt: all tokens, log-probabilities of all but the first."""
-    from vllm import LLM, SamplingParams
+    """What the engine says at the bits of a plan (see `_say`)."""
+    from vllm import LLM
 
     from pagedweight.serving.options import ServeOptions
 
-    _know(Path(job["path"]))
     engine = LLM(
         job["path"],
         dtype="float32",
@@ -37,6 +39,43 @@ def serve(job: dict[str, Any]) -> list[Any]:
         enforce_eager=True,
         additional_config=ServeOptions(plan=job["plan"]).additional_config(),
     )
+    return _say(engine)
+
+
+def serve_elastic(job: dict[str, Any]) -> dict[str, Any]:
+    """A burst of more requests than KV has room for at rest, and what the engine says afterwards.
+
+    Every invariant of memory, page table and block pool is checked after every step.
+    """
+    import tempfile
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "serving"))
+    from elastic_engine import Engine, prompts
+
+    engine = Engine(Path(job["path"]), Path(tempfile.mkdtemp()), job["memory"])
+    block = engine.llm.llm_engine.vllm_config.cache_config.block_size
+    start, room, low, most = engine.bits, engine.usable, [], []
+
+    def watch() -> None:
+        low.append(engine.bits.mean())
+        most.append(engine.usable)
+
+    count = -(-room // -(-BURST // block)) + 1
+    engine.add(prompts(count, BURST - BURST_NEW), BURST_NEW)
+    done = engine.run(watch)
+    return {
+        "requests": [count, sum(len(tokens) == BURST_NEW for tokens in done.values())],
+        "bits": [start.mean(), min(low), engine.bits.mean()],
+        "usable": [room, max(most), engine.usable],
+        "said": _say(engine.llm),
+        "plan": engine.bits.tolist(),
+    }
+
+
+def _say(engine: Any) -> list[Any]:
+    """Greedy continuation of every prompt: all tokens, log-probabilities of all but the first."""
+    from vllm import SamplingParams
+
     asked = SamplingParams(
         temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0, logprobs=0
     )
@@ -67,7 +106,8 @@ def _child(job: dict[str, Any], results: Path) -> int:
     if pid:
         return pid
     try:
-        content: Any = serve(job)
+        _know(Path(job["path"]))
+        content: Any = serve_elastic(job) if "memory" in job else serve(job)
     except BaseException:
         content = {"error": traceback.format_exc()}
     (results / f"{job['name']}.json").write_text(json.dumps(content))

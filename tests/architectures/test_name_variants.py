@@ -36,7 +36,7 @@ def test_structure_of_the_real_config_class(tiny):
     model = MODELS[name]
     assert source.architecture.name == name
     assert source.moe_layers == model.moe_layers
-    assert source.shape == LayerShape(6, 96, model.width)
+    assert source.shape == LayerShape(model.experts, 96, model.width)
     kept = source.plain_names()
     assert not [n for n in source.experts.names if NEVER.search(n)]
     assert [n for n in kept if "gate." in n or "router." in n]
@@ -84,7 +84,7 @@ def test_experts_of_prediction_layers_are_copied_as_they_are(tiny_moe, tmp_path)
         if "layers.2." in n
     }
     save_file({**tensors, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"18 expert tensors too many: model\.layers\.3\."):
+    with pytest.raises(CheckpointError, match=r"36 expert tensors too many: model\.layers\.3\."):
         SourceCheckpoint.open(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))

@@ -1,8 +1,9 @@
 """Every family in real vLLM, read through planes, says what transformers' model of the family says
 with the dequantized experts.
 
-One engine for each family. Everything but the experts is vLLM's: routing with and without
-renormalization, in groups and with a bias, shared experts, latent attention, multipliers.
+Two engines for each family, with fixed and with elastic precision. Everything but the experts is
+vLLM's: routing with and without renormalization, in groups and with a bias, shared experts, latent
+attention, multipliers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +43,8 @@ def folder(tiny_moe, tmp_path_factory) -> Path:
         quantize_checkpoint(source, out, QuantizeOptions(bits=(2, 3, 4)), lambda *_: None)
         shape = (len(source.moe_layers), source.shape.experts, 2)
         save_plan(plan, np.random.default_rng(7).choice([2, 3, 4], shape))
-        jobs.append({"name": f"{name}-said", "path": str(out), "plan": str(plan)})
+        jobs.append({"name": f"{name}-fixed", "path": str(out), "plan": str(plan)})
+        jobs.append({"name": f"{name}-elastic", "path": str(out), "memory": MODELS[name].memory})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     with (folder / "log.txt").open("w") as log:
         command = [sys.executable, served.__file__, str(folder / "jobs.json"), str(folder)]
@@ -60,11 +63,16 @@ def differences(checkpoint: Checkpoint, plan: np.ndarray, said: list) -> np.ndar
     return np.array(off)
 
 
+def result(folder: Path, name: str) -> Any:
+    """What came back from an engine."""
+    path = folder / f"{name}.json"
+    assert path.exists(), (folder / "log.txt").read_text()[-3000:]
+    return json.loads(path.read_text())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_vllm_says_what_the_reference_says(name, folder):
-    result = folder / f"{name}-said.json"
-    assert result.exists(), (folder / "log.txt").read_text()[-3000:]
-    said = json.loads(result.read_text())
+    said = result(folder, f"{name}-fixed")
     assert isinstance(said, list), said["error"]
     checkpoint = Checkpoint.open(folder / name)
     plan = load_plan(folder / f"{name}-plan.json", checkpoint)
@@ -74,3 +82,26 @@ def test_vllm_says_what_the_reference_says(name, folder):
     print(f"{name}: most {off.max():.1e}; bits of other experts, mean {wrong.mean():.1e}")
     assert off.max() < TOLERANCE
     assert wrong.mean() > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].refusal])
+def test_elastic_precision_is_refused_with_a_sentence(name, folder):
+    found = result(folder, f"{name}-elastic")
+    assert MODELS[name].refusal in found["error"].splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not MODELS[name].refusal])
+def test_a_burst_takes_bits_and_gives_them_back_whole(name, folder):
+    found = result(folder, f"{name}-elastic")
+    assert "error" not in found, found["error"]
+    asked, answered = found["requests"]
+    start, lowest, end = found["bits"]
+    room, most, room_after = found["usable"]
+    print(f"{name}: {asked} requests, bits {start:.2f} to {lowest:.2f}, blocks {room} to {most}")
+    assert answered == asked
+    assert lowest < start - 0.5
+    assert most > room
+    assert (end, room_after) == (start, room)
+    checkpoint = Checkpoint.open(folder / name)
+    plan = np.array(found["plan"]).reshape(len(checkpoint.moe_layers), checkpoint.shape.experts, 2)
+    assert differences(checkpoint, plan, found["said"]).max() < TOLERANCE

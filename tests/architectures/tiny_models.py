@@ -1,9 +1,8 @@
 """A tiny model of every supported family: the structure of the published ones, made from the
 family's own transformers config class, random weights from a seed, saved as its publishers save.
 
-Everything is awkward on purpose where the family allows it: 6 experts are no power of two, a hidden
-size of 96 and expert widths of 72 and 40 are no multiples of 64. Head sizes are those that vLLM's
-CPU attention takes.
+Everything is awkward on purpose: 6 or 12 experts are no power of two, a hidden size of 96 and
+expert widths of 72 to 328 no multiples of 64. Head sizes are those that vLLM's CPU attention takes.
 """
 
 from __future__ import annotations
@@ -40,11 +39,15 @@ _LATENT = {  # 512 + 64 is what vLLM's CPU kernel for latent attention is compil
 class TinyModel:
     """`family`: prefix of the transformers classes. `special`: what differs from COMMON.
     `published`: what the publishers' config.json says and transformers' does not. `moe_layers`:
-    decoder layers that must have experts. `width`: of an expert."""
+    decoder layers that must have experts. `width`: of an expert. `memory`: a budget in which
+    elastic precision has something to give. `refusal`: what elastic KV says to the family."""
 
     family: str
     special: dict[str, Any]
+    experts: int = 6
     width: int = 72
+    memory: int = 3 << 20
+    refusal: str = ""
     published: dict[str, Any] = field(default_factory=dict)
     moe_layers: tuple[int, ...] = (0, 1, 2)
 
@@ -61,9 +64,9 @@ MODELS = {
     # Renormalized routing, norms on queries and keys, tied embeddings.
     "qwen3_moe": TinyModel(
         "Qwen3Moe",
-        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 64,
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 200, "head_dim": 64,
          "intermediate_size": 136, "norm_topk_prob": True, "tie_word_embeddings": True},
-        width=40,
+        width=200,
     ),
     "mixtral": TinyModel(
         "Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72}
@@ -83,26 +86,33 @@ MODELS = {
          "num_kv_shared_layers": 0, "sliding_window": 16, "tie_word_embeddings": True,
          "vocab_size_per_layer_input": 8192, "final_logit_softcapping": 30.0,
          "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        refusal="elastic KV needs layers with KV blocks of one size",
     ),
     # Latent attention, first layer dense, two shared experts, experts in groups, scaled routing.
     "deepseek_v2": TinyModel(
         "DeepseekV2",
-        {**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 72,
+        {**_LATENT, "n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 328,
          "intermediate_size": 136, "first_k_dense_replace": 1, "n_shared_experts": 2,
          "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
          "norm_topk_prob": False, "routed_scaling_factor": 2.0},
         published={"scoring_func": "softmax", "moe_layer_freq": 1},
         moe_layers=(1, 2),
+        experts=12,
+        width=328,
+        memory=9 << 20,
     ),
     # Sigmoid routing with a correction bias that chooses but does not weigh, renormalized.
     "deepseek_v3": TinyModel(
         "DeepseekV3",
-        {**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 72,
+        {**_LATENT, "n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 328,
          "intermediate_size": 136, "first_k_dense_replace": 1, "n_shared_experts": 1,
          "q_lora_rank": 48, "n_group": 3, "topk_group": 2, "norm_topk_prob": True,
          "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0},
         published={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
         moe_layers=(1, 2),
+        experts=12,
+        width=328,
+        memory=9 << 20,
     ),
     # Sparse mixing, layer norms and linear layers with biases, a head with one (0: vLLM 0.32 reads
     # it and does not add it).
@@ -115,10 +125,10 @@ MODELS = {
     # 3-D tensors input_linear and output_linear, multipliers everywhere, tied embeddings.
     "granitemoe": TinyModel(
         "GraniteMoe",
-        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40,
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 104,
          "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
          "logits_scaling": 2.0, "tie_word_embeddings": True},
-        width=40,
+        width=104,
     ),
 }  # fmt: skip
 

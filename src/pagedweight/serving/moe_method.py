@@ -40,6 +40,11 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
                 f"{prefix}: activation {activation!r} is not supported; "
                 f"supported are {sorted(_ACTIVATIONS)}"
             )
+        if getattr(moe, "has_bias", False) or getattr(moe, "swiglu_limit", None) is not None:
+            raise UserError(
+                f"{prefix}: experts with biases or a clamped SwiGLU are not supported; "
+                f"the kernels compute neither"
+            )
         self.activation = _ACTIVATIONS[activation]
         self.handle = -1
         self.dtype = torch.bfloat16
