@@ -13,10 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
+    """`config` as far as it matters here, bfloat16 throughout."""
+
     config: dict[str, Any]
     moe_layers: int
     expert_weights: float
     kv_bytes: int
+
+    def __post_init__(self) -> None:
+        self.config["torch_dtype"] = "bfloat16"
 
 
 def _qwen(model_type: str, **numbers: Any) -> dict[str, Any]:
