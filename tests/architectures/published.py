@@ -96,6 +96,7 @@ PUBLISHED = {
             "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
             "moe_intermediate_size": 704, "intermediate_size": 2112, "sliding_window": 1024,
             "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 262144,
+            "hidden_size_per_layer_input": 0,
             "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5}},
         30, 22.838, 25 * 8 * 256 * 4 + 5 * 2 * 512 * 4,
     ),
