@@ -20,7 +20,7 @@ from pagedweight.calibrate.search.objective import Objective
 from pagedweight.core.policy import Policy
 from pagedweight.core.size_table import BlockIndex, SizeTable
 
-MARGIN = 0.002
+MARGIN = 0.01
 ROUNDS = 3
 Tell = Callable[[int], None]
 """Called with the number of policies tried since the last call."""
