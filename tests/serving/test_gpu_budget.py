@@ -84,7 +84,12 @@ def test_a_gpu_keeps_a_share_for_lowering_and_does_nothing_at_once(monkeypatch):
 
 
 def test_options_for_a_gpu_need_a_budget():
-    for given in ({"host_memory": 1}, {"pageable": True}, {"gpu_reserve": 1}):
-        with pytest.raises(UserError, match="only means something together with --memory"):
+    for given, needs in (
+        ({"host_memory": 1}, "--memory"),
+        ({"pageable": True}, "--memory"),
+        ({"gpu_reserve": 1}, "--gpu-memory"),
+        ({"gpu_reserve": 1, "memory": GIB}, "--gpu-memory"),
+    ):
+        with pytest.raises(UserError, match=f"only means something together with {needs}"):
             ServeOptions(**given)
     assert ServeOptions(gpu_memory=GIB, gpu_reserve=1, pageable=True).budgeted

@@ -135,11 +135,17 @@ def command(
 
 def _size(text: str | None, auto: int | None = None) -> int | None:
     """Bytes of a flag; None when it was not given, `auto` for the word."""
+    from pagedweight.errors import UserError
     from pagedweight.serving.options import parse_bytes
 
     if text is None:
         return None
-    return auto if text == "auto" and auto is not None else parse_bytes(text)
+    if text == "auto" and auto is not None:
+        return auto
+    found = parse_bytes(text)
+    if found == 0 and auto == 0:
+        raise UserError("--gpu-memory 0: give the GPU's memory, for example 24GiB, or auto")
+    return found
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -75,9 +75,12 @@ class BitTrace:
 
     @staticmethod
     def load(path: str | Path) -> BitTrace:
-        """Read a trace. UserError with the line's number when it is no trace."""
-        with Path(path).open() as lines:
-            return BitTrace.of_lines(lines, str(path))
+        """Read a trace. UserError when it cannot be, with the line's number when it is no trace."""
+        try:
+            with Path(path).open(encoding="utf-8") as lines:
+                return BitTrace.of_lines(lines, str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read bit trace {path}: {error}") from None
 
     @staticmethod
     def of_lines(lines: Iterable[str], name: str) -> BitTrace:

@@ -161,9 +161,9 @@ class Forecast:
         return np.full(self.context.index.rows, bits, np.int32)
 
     def _divided(self, memory: int, bits: int | None) -> Budget | None:
-        options = ServeOptions(memory=memory, page_bytes=self.question.page_bytes, bits=bits)
         fixed = None if bits is None else self._uniform(bits)
         try:
+            options = ServeOptions(memory=memory, page_bytes=self.question.page_bytes, bits=bits)
             return divide(self.context, options, self.block, fixed)
         except UserError:
             return None

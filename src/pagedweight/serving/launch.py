@@ -17,10 +17,12 @@ import torch
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import check_writable
+from pagedweight.runtime.trace import BitTrace
 from pagedweight.serving.conflicts import has, number, refuse_on_cpu, refuse_with_memory
 from pagedweight.serving.elastic.backend import on_gpu
-from pagedweight.serving.elastic.budget import plan_context
+from pagedweight.serving.elastic.budget import check_memory, fixed_bits, plan_context
 from pagedweight.serving.elastic.gpu_budget import within_gpu
+from pagedweight.serving.elastic.tracing import check_trace
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
 from pagedweight.serving.versions import check_version, vllm_version
@@ -62,7 +64,12 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
 def _classes(checkpoint: Checkpoint, options: ServeOptions, rest: list[str]) -> list[str]:
     """The flags that put our scheduler and worker in; UserError on what they do not go with."""
     refuse_with_memory(rest)
-    plan_context(checkpoint, options, number(rest, "--tensor-parallel-size", "-tp"))
+    if options.trace is not None:
+        check_trace(options.trace)
+    if options.replay is not None:
+        BitTrace.load(options.replay)
+    context = plan_context(checkpoint, options, number(rest, "--tensor-parallel-size", "-tp"))
+    check_memory(context, options, fixed_bits(checkpoint, options))
     # vLLM's own start-up check of free memory is about its share of the machine, not our budget.
     kv = ["--kv-cache-memory-bytes", str(options.memory)]
     scheduler, worker = elastic_classes(rest)

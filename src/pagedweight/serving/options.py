@@ -9,21 +9,26 @@ from pagedweight.errors import UserError
 
 KEY = "pagedweight"
 PREFIX_POLICIES = ("keep", "reset")
-
+MOST_BYTES = 1 << 60
+"""More than any machine has; sums of such sizes still fit 64 bits."""
 
 _UNITS = {"": 1, "B": 1, **{f"{p}iB": 1 << 10 * n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as 24GiB, 512 MiB, 3e9 or 1.5GB; UserError when it is none."""
+    """Bytes of a size such as 24GiB, 512 MiB, 3e9 or 1.5GB; UserError when it is none, is negative
+    or beyond MOST_BYTES."""
     number = text.strip().rstrip("".join(sorted(set("".join(_UNITS))))).strip()
     unit = text.strip()[len(number) :].strip()
     try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError) as error:
+        size = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError) as error:
         known = ", ".join(sorted(filter(None, _UNITS)))
         raise UserError(f"{text!r} is not a size; write a number and one of {known}") from error
+    if not 0 <= size <= MOST_BYTES:
+        raise UserError(f"{text!r} is {size:.3g} bytes; a size is 0 to {MOST_BYTES:.2g}")
+    return size
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,17 @@ class ServeOptions:
                 f"--prefix-policy is {self.prefix_policy!r}, not one of "
                 f"{', '.join(PREFIX_POLICIES)}"
             )
+        for name in ("memory", "page_bytes", "host_memory"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: give at least a byte, or "
+                    "leave it out"
+                )
+        if self.gpu_reserve is not None and self.gpu_memory is None:
+            raise UserError("--gpu-reserve only means something together with --gpu-memory")
         if not self.budgeted:
             needs = ("page_bytes", "policy", "freeze", "timeline", "trace", "replay", "poison")
-            needs += ("host_memory", "pageable", "gpu_reserve")
+            needs += ("host_memory", "pageable")
             given = [f"--{name.replace('_', '-')}" for name in needs if getattr(self, name)]
             if given:
                 raise UserError(f"{', '.join(given)} only means something together with --memory")

@@ -32,6 +32,7 @@ from pagedweight.eval.tasks import FOLDER, TASKS
 from pagedweight.eval.tasks.interval import interval
 from pagedweight.eval.vllm_engine import kv_bytes, quiet_engine
 from pagedweight.runtime.timeline import Timeline
+from pagedweight.serving.elastic.budget import check_memory, fixed_bits, plan_context
 from pagedweight.serving.launch import elastic_classes
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_of
@@ -115,6 +116,9 @@ def _check(options: TaskOptions) -> Checkpoint | None:
         return None
     checkpoint = Checkpoint.open(options.path)
     plan_of(checkpoint, options.serve)
+    if options.serve.budgeted:
+        context = plan_context(checkpoint, options.serve, 1)
+        check_memory(context, options.serve, fixed_bits(checkpoint, options.serve))
     return checkpoint
 
 

@@ -111,6 +111,20 @@ def plan_context(checkpoint: Checkpoint, options: ServeOptions, ranks: int) -> P
     )
 
 
+def check_memory(
+    context: PlanContext, options: ServeOptions, fixed: NDArray[np.int32] | None
+) -> None:
+    """UserError when the memory does not even hold the experts; `divide` knows of KV too."""
+    page = context.pages.page_bytes
+    pages, held = (options.memory or 0) // page, _pages_at(context, _lowest(context, fixed))
+    if held >= pages:
+        what = "at their floor" if fixed is None else "at these bits"
+        raise UserError(
+            f"--memory {options.memory} is {pages} pages of {page} bytes; the experts {what} alone "
+            f"take {held}: give more than --memory {held * page}, and what KV needs beside it"
+        )
+
+
 def divide(
     context: PlanContext, options: ServeOptions, block: KVBlock, fixed: NDArray[np.int32] | None
 ) -> Budget:
@@ -127,8 +141,7 @@ def divide(
     granule = _granule_blocks(block, page)
     shell = Budget(page, pages, reserve, block, granule, context.resting_bits, 0, 0, 0, granule)
     start = -(-(2 if never_lower else policy.reload_blocks + 2) // granule)
-    floor = _floor(context) if fixed is None else fixed
-    floor_pages = _pages_at(context, floor)
+    floor_pages = _pages_at(context, _lowest(context, fixed))
     needed = floor_pages + reserve + start * shell.granule_pages
     if needed > pages:
         what = "at their floor" if fixed is None else "at these bits"
@@ -154,6 +167,10 @@ def divide(
     return Budget(
         page, pages, reserve, block, granule, bits, held, floor_pages, usable, reachable * granule
     )
+
+
+def _lowest(context: PlanContext, fixed: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    return _floor(context) if fixed is None else fixed
 
 
 def _floor(context: PlanContext) -> NDArray[np.int32]:

@@ -9,6 +9,7 @@ the bits of the start. Served again under the same bit trace, the same requests 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,16 @@ def trace_folder(path: str) -> Path:
     except OSError as error:
         raise UserError(f"--trace {folder} cannot be made: {error}") from error
     return folder
+
+
+def check_trace(path: str | Path) -> None:
+    """UserError when there can be no folder `path`; makes nothing."""
+    folder = Path(path).absolute()
+    nearest = next(part for part in (folder, *folder.parents) if part.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(
+            f"--trace {path} cannot be made: {nearest} is no folder that can be written"
+        )
 
 
 class TracingPlanner:
