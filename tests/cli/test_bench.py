@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pagedweight.bench
 from pagedweight.cli.bench import benchmarks
@@ -54,3 +56,41 @@ def test_an_unknown_name_is_refused(capsys):
         main(["bench", "presure"])
     assert ended.value.code == 2
     assert "there is no benchmark 'presure'; there are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("synthetic", "qwen1.5-moe", "out", "--layers", "0"),
+        ("decode", "--batch", "1", "-4"),
+        ("decode", "--limit", "nan"),
+        ("movement", "--gib", "inf"),
+        ("kernel", "--batch", "two"),
+    ],
+)
+def test_numbers_are_at_least_one(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert f"{arguments[-1]!r} is not a" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("name", ["decode", "kernel", "movement"])
+def test_what_needs_a_gpu_says_so(capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", name])
+    assert ended.value.code == 2
+    assert re.fullmatch(
+        rf"pagedweight: bench {name} .*needs (a GPU|one)\n", capsys.readouterr().err
+    )
+
+
+def test_synthetic_writes_into_nothing_but_an_empty_folder(capsys, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path, tmp_path / "file"):
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "synthetic", "qwen1.5-moe", str(out), "--layers", "1"])
+        assert ended.value.code == 2
+        assert f"{out} is not an empty folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"

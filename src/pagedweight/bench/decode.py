@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedweight.bench.arguments import positive, positive_float
 from pagedweight.bench.decode_engine import Job, serve
 from pagedweight.bench.models import MODELS, model_config
 from pagedweight.bench.record import machine, write_record
@@ -284,16 +285,22 @@ def gpu_name() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Start the engines one after the other, print, and with --json write decode_vllm.json."""
     parser = argparse.ArgumentParser(prog="pagedweight bench decode", description=__doc__)
-    parser.add_argument("--model", choices=MODELS, default="qwen1.5-moe")
-    parser.add_argument("--layers", type=int, help="only so many of the model's layers")
-    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens at the end")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--batched-tokens", type=int, default=8192, help="most in a step")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=600, help="seconds for an engine")
-    parser.add_argument("--together", type=int, default=1, help="engines to start side by side")
+    parser.add_argument("--model", choices=MODELS, default="qwen1.5-moe", help="whose shape")
+    parser.add_argument("--layers", type=positive, help="only so many of the model's layers")
+    parser.add_argument(
+        "--engine", nargs="+", choices=ENGINES, default=list(ENGINES), help="default: all"
+    )
+    parser.add_argument(
+        "--batch", nargs="+", type=positive, default=list(BATCHES), help="sequences at a time"
+    )
+    parser.add_argument("--sequence", type=positive, default=2048, help="tokens at the end")
+    parser.add_argument("--new-tokens", type=positive, default=128, help="tokens sampled")
+    parser.add_argument("--batched-tokens", type=positive, default=8192, help="most in a step")
+    parser.add_argument("--repeats", type=positive, default=2, help="of each measurement")
+    parser.add_argument("--limit", type=positive_float, default=600, help="seconds for an engine")
+    parser.add_argument(
+        "--together", type=positive, default=1, help="engines to start side by side"
+    )
     parser.add_argument("--folder", type=Path, help="where checkpoints are made, kept there")
     parser.add_argument("--json", type=Path, help="folder for decode_vllm.json")
     options = parser.parse_args(argv)

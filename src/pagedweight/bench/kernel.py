@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pagedweight.bench.arguments import positive
 from pagedweight.bench.gpu_time import copy_bandwidth, replay_seconds
 from pagedweight.bench.layers import (
     SHAPES,
@@ -162,10 +163,22 @@ def against(us: float, size: float, bandwidth: float) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and with --json write kernel_decode.json and kernel_prefill.json."""
     parser = argparse.ArgumentParser(prog="pagedweight bench kernel", description=__doc__)
-    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
-    parser.add_argument("--bits", nargs="+", choices=BITS, default=list(BITS))
-    parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--routing", nargs="+", choices=(*ROUTINGS, "hot"), default=list(ROUTINGS))
+    parser.add_argument(
+        "--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES), help="default: all"
+    )
+    parser.add_argument(
+        "--bits", nargs="+", choices=BITS, default=list(BITS), help="of all experts (default: all)"
+    )
+    parser.add_argument(
+        "--batch", nargs="+", type=positive, default=list(BATCHES), help="tokens (%(default)s)"
+    )
+    parser.add_argument(
+        "--routing",
+        nargs="+",
+        choices=(*ROUTINGS, "hot"),
+        default=list(ROUTINGS),
+        help="how tokens choose experts (%(default)s)",
+    )
     parser.add_argument("--refcheck", action="store_true", help="compare with float64")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="vLLM's kernels too")
     parser.add_argument("--json", type=Path, help="folder for the results")

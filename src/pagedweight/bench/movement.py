@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagedweight.bench.arguments import positive, positive_float
 from pagedweight.bench.layers import SHAPES
 from pagedweight.bench.movement_engine import POLICY, MovementEngine, Setting
 from pagedweight.bench.record import machine, write_record
+from pagedweight.errors import UserError
 from pagedweight.memory.cuda.driver import bindings
 from pagedweight.memory.cuda.pages import CudaPages
 
@@ -169,16 +171,33 @@ def costs() -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table, and write it with `--json`."""
     parser = argparse.ArgumentParser(prog="pagedweight bench movement", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen1.5-moe")
-    parser.add_argument("--gib", type=float, nargs="+", default=[0.25, 1.0, 4.0])
-    parser.add_argument("--memory-gib", type=float, default=16.0)
-    parser.add_argument("--batch", type=int, default=Setting.batch)
-    parser.add_argument("--reserve-rows", type=int, default=Setting.reserve_rows)
-    parser.add_argument("--rows-per-batch", type=int, default=Setting.rows_per_batch)
-    parser.add_argument("--page-mib", type=int, nargs="+", default=[2, 8, 16])
-    parser.add_argument("--pages-per-step", type=int, default=Setting.pages_per_step)
+    for name, kind, default, meaning in (
+        ("--memory-gib", positive_float, 16.0, "of experts and KV together"),
+        ("--batch", positive, Setting.batch, "tokens in a step"),
+        ("--reserve-rows", positive, Setting.reserve_rows, "rows that the reserve can lower"),
+        ("--rows-per-batch", positive, Setting.rows_per_batch, "rows moved together"),
+        ("--pages-per-step", int, Setting.pages_per_step, "most pages a step; 0: no limit"),
+    ):
+        parser.add_argument(name, type=kind, default=default, help=f"{meaning} (%(default)s)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen1.5-moe", help="whose")
+    parser.add_argument(
+        "--gib",
+        type=positive_float,
+        nargs="+",
+        default=[0.25, 1.0, 4.0],
+        help="what KV asks for at once (%(default)s)",
+    )
+    parser.add_argument(
+        "--page-mib",
+        type=positive,
+        nargs="+",
+        default=[2, 8, 16],
+        help="sizes of a page (%(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="folder to write movement.json into")
     asked = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise UserError("bench movement moves a GPU's memory and needs one")
     rows = []
     for mib in asked.page_mib:
         setting = Setting(

@@ -1,6 +1,6 @@
 """A checkpoint of a model's real shape with random weights: what engine benchmarks serve.
 
-    pagedweight bench synthetic qwen1.5-moe OUT [--layers N] [--bits 2-6]
+    pagedweight bench synthetic qwen1.5-moe OUT [--layers N] [--bits 2 3 4 5 6]
 
 Random planes are random codes; tables hold ascending centroids of about 1/sqrt(K). Made on the GPU
 where there is one (seconds for 12 GB), written as `quantize` writes: the same layout, checksums and
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagedweight.bench.arguments import positive
 from pagedweight.bench.layers import random_centroids, random_words
 from pagedweight.bench.models import MODELS, model_config
 from pagedweight.checkpoint import calibration as cal
@@ -62,9 +63,12 @@ def make_checkpoint(
     facts = architecture_of(config).facts(config)
     if facts.shape.hidden % TILE_COLS or facts.shape.intermediate % TILE_COLS:
         raise UserError(f"experts of {facts.shape} are not whole tiles of {TILE_ROWS}x{TILE_COLS}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; choose another folder or empty it")
-    (out / "experts").mkdir(parents=True)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty folder; choose another or empty it")
+    try:
+        (out / "experts").mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be made: {error.strerror}") from None
     gen = torch.Generator(device).manual_seed(seed)
     dtype = str(config["dtype"])
     with _Files(out) as files:
@@ -231,11 +235,13 @@ class _Files:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a checkpoint and say what it is."""
     parser = argparse.ArgumentParser(prog="pagedweight bench synthetic", description=__doc__)
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, help="only so many of the model's layers")
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4, 5, 6])
-    parser.add_argument("--dtype", choices=TYPES, default="bfloat16")
+    parser.add_argument("model", choices=MODELS, help="whose shape")
+    parser.add_argument("out", type=Path, help="folder to write; new or empty")
+    parser.add_argument("--layers", type=positive, help="only so many of the model's layers")
+    parser.add_argument(
+        "--bits", type=positive, nargs="+", default=[2, 3, 4, 5, 6], help="levels to store"
+    )
+    parser.add_argument("--dtype", choices=TYPES, default="bfloat16", help="of all but planes")
     options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = model_config(options.model, options.layers, options.dtype)
