@@ -20,10 +20,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
+from pagedweight.checkpoint.result_file import check_picture, write_picture
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import Timeline
 
-FORMATS = (".png", ".svg", ".pdf")
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 PALE, GREY, INK = "#B9DDF5", "#8A8A8A", "#202020"
 SHADE = {"offload": (ORANGE, 0.25), "reload": (GREEN, 0.18)}
@@ -148,15 +148,7 @@ def draw(timelines: Sequence[Timeline], labels: Sequence[str], path: Path) -> No
     figure.text(
         LEFT / width, 1 - 0.35 / HEIGHT, _title(series), fontsize=14, fontweight="bold", color=INK
     )
-    figure.savefig(path, dpi=130)
-
-
-def check_picture(path: Path) -> None:
-    """UserError when no picture can be written at `path`."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"-o {path}: pictures are written as {', '.join(FORMATS)}")
-    if not path.resolve().parent.is_dir():
-        raise UserError(f"-o {path}: there is no folder {path.resolve().parent}")
+    write_picture(path, figure)
 
 
 def _kv(axis: Axes, one: Series) -> None:

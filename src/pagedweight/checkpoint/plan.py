@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pagedweight.checkpoint.result_file import write_result
 from pagedweight.checkpoint.shards import read_json
-from pagedweight.checkpoint.tensorfile import write_atomic
 from pagedweight.core.geometry import KINDS, LayerShape
 from pagedweight.errors import UserError, listing
 
@@ -90,7 +90,7 @@ def _rows(where: str, rows: Any, checkpoint: Planned) -> npt.NDArray[np.int8]:
 
 
 def save_plan(path: str | Path, plan: npt.NDArray[np.integer[Any]]) -> None:
-    """Write a plan [L, E, 2], under a temporary name first."""
+    """Write a plan [L, E, 2], under a temporary name first. UserError when `path` cannot be."""
     if plan.ndim != 3 or plan.shape[2] != len(KINDS):
         raise ValueError(f"a plan is [L, E, 2], not {list(plan.shape)}")
     content = {
@@ -98,4 +98,4 @@ def save_plan(path: str | Path, plan: npt.NDArray[np.integer[Any]]) -> None:
         "version": PLAN_VERSION,
         "bits": {kind: plan[:, :, index].tolist() for index, kind in enumerate(KINDS)},
     }
-    write_atomic(Path(path), [(json.dumps(content) + "\n").encode()])
+    write_result(Path(path), (json.dumps(content) + "\n").encode())

@@ -24,7 +24,8 @@ def command(
     ] = None,
 ) -> None:
     """Draw KV demand, backed blocks, mean bits and preemptions over time."""
-    from pagedweight.bench.plot import check_picture, draw
+    from pagedweight.bench.plot import draw
+    from pagedweight.checkpoint.result_file import check_picture
     from pagedweight.runtime.timeline import Timeline
 
     check_picture(out)

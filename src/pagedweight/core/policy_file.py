@@ -62,8 +62,11 @@ def save_policy(policy: Policy, path: str | Path) -> None:
     """Write a policy file: temporary name, then renamed."""
     target = Path(path)
     temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text(policy_to_json(policy) + "\n", encoding="utf-8")
-    os.replace(temporary, target)
+    try:
+        temporary.write_text(policy_to_json(policy) + "\n", encoding="utf-8")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pagedweight.checkpoint.result_file import write_picture
 from pagedweight.eval.ablation import ALL, WHOLE
 
 Rows = list[dict[str, Any]]
@@ -68,7 +69,7 @@ def draw_frontier(rows: Rows, path: Path) -> None:
         axis.set_xlabel("routed experts on the device, MB", fontsize=8)
         axis.set_ylabel("mean KL to bf16, nats", fontsize=8)
     axes[0].legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure)
 
 
 def draw_ablation(rows: Rows, path: Path) -> None:
@@ -102,4 +103,4 @@ def draw_ablation(rows: Rows, path: Path) -> None:
         axis.tick_params(labelsize=8)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure)

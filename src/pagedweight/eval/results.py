@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pagedweight.checkpoint.tensorfile import write_atomic
+from pagedweight.checkpoint.result_file import write_result
 from pagedweight.core.policy_file import policy_to_json
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def write_results(path: Path, record: dict[str, Any]) -> None:
             lines.append(f" {json.dumps(key)}: [\n  {rows}\n ]")
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
-    write_atomic(path, [("{\n" + ",\n".join(lines) + "\n}\n").encode()])
+    write_result(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def save_windows(path: Path, found: Frontier) -> None:
@@ -76,4 +76,4 @@ def save_windows(path: Path, found: Frontier) -> None:
             arrays[f"{text}/{policy}/{budget}/nll"] = cell.nll
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    write_atomic(path, [buffer.getvalue()])
+    write_result(path, buffer.getvalue())
