@@ -180,6 +180,8 @@ def test_tables_for_people(capsys, tmp_path):
         (("--plan", "--bits", 4, "--budget", "1GiB"), "--plan and --bits exclude each other"),
         (("--bits", 7), "--bits 7 is not one of the levels 2, 3, 4, 5, 6"),
         (("--budget", "much"), "'much' is not a size"),
+        (("--budget", "0"), "--budget 0: give the device's memory"),
+        (("--budget", "-1GiB"), "a size is 0 to"),
         (("--verify",), "--config does not go with OUT and --verify"),
     ],
 )
@@ -196,6 +198,15 @@ def test_bad_flags_are_one_sentence(capsys, tmp_path, args, message):
         ({"hidden_size": None}, "no hidden_size"),
         ({"torch_dtype": "int3"}, "dtype 'int3'"),
         ({"hidden_act": "relu6"}, "'relu6' is not supported"),
+        ({"num_experts_per_tok": 99}, "99 experts for a token, of 8"),
+        ({"layer_types": ["full_attention"]}, "does not name all 32 layers"),
+        ({"num_key_value_heads": 0}, "transformers cannot build this config.json"),
+        ({"quantization_config": "fp8"}, 'quantization_config is "fp8", not an object'),
+        ({"quantization_config": {"quant_method": "pagedweight"}}, "has bits null, not levels"),
+        (
+            {"quantization_config": {"quant_method": "pagedweight", "bits": [6, 2]}},
+            "has bits [6, 2], not levels",
+        ),
     ],
 )
 def test_bad_configs_are_one_sentence(capsys, tmp_path, change, message):

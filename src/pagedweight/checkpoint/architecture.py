@@ -184,10 +184,16 @@ class Architecture:
                 f"a dense model has nothing to page"
             )
         predicting = _count(text, self.prediction_layers, 0)
+        experts, top_k = positive(text, self.experts), positive(text, self.top_k)
+        if top_k > experts:
+            raise CheckpointError(f"config.json: {top_k} experts for a token, of {experts}")
+        types = text.get("layer_types")
+        if types and (not isinstance(types, list) or len(types) < layers):
+            raise CheckpointError(f"config.json: layer_types does not name all {layers} layers")
         return ModelFacts(
             architecture=self.name,
             shape=LayerShape(
-                experts=positive(text, self.experts),
+                experts=experts,
                 hidden=positive(text, self.hidden),
                 intermediate=positive(text, self.intermediate),
             ),
@@ -195,7 +201,7 @@ class Architecture:
             num_hidden_layers=layers,
             prediction_layers=tuple(range(layers, layers + predicting)),
             activation=_activation(text, self),
-            top_k=positive(text, self.top_k),
+            top_k=top_k,
             tied=_tied(config, text, self),
             kv=tuple(self._kv_layer(text, n) for n in range(layers)),
         )

@@ -66,8 +66,9 @@ def command(
     from pagedweight.errors import UserError
 
     if policy is not None:
-        if path is not None or config is not None or verify:
-            raise UserError("--policy shows a policy file alone: leave out OUT, --config, --verify")
+        others = (path, config, budget, reserve, bits)
+        if any(value is not None for value in others) or verify or plan:
+            raise UserError("--policy shows a policy file alone: leave out OUT and all but --json")
         from pagedweight.cli.inspect_policy import show_policy
 
         return show_policy(policy, as_json)

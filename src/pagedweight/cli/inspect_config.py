@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +32,17 @@ def forecast_report(
         raise UserError("--plan and --bits exclude each other: give one of them")
     config = read_json(path / "config.json" if path.is_dir() else path)
     found = config.get("quantization_config") or {}
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: quantization_config is {json.dumps(found)}, not an object")
     ours = found.get("quant_method") == FORMAT
-    levels = tuple(found["bits"]) if ours else LEVELS
+    levels = _stored(path, found.get("bits")) if ours else LEVELS
     if bits is not None and bits not in levels:
         raise UserError(f"--bits {bits} is not one of the levels {', '.join(map(str, levels))}")
+    room = None if budget is None else parse_bytes(budget)
+    if room == 0:
+        raise UserError("--budget 0: give the device's memory, for example 24GiB")
     question = Question(
-        None if budget is None else parse_bytes(budget),
+        room,
         None if reserve is None else parse_bytes(reserve),
         levels,
     )
@@ -55,6 +61,16 @@ def forecast_report(
     if bits is not None:
         report["chosen_bits"] = bits
     return report
+
+
+def _stored(path: Path, bits: Any) -> tuple[int, ...]:
+    """Levels of a checkpoint's own config.json. Raises UserError."""
+    from pagedweight.checkpoint.manifest import bits_problems
+
+    whole = isinstance(bits, list) and all(isinstance(level, int) for level in bits)
+    if not whole or bits_problems(bits):
+        raise UserError(f"{path}: quantization_config has bits {json.dumps(bits)}, not levels")
+    return tuple(bits)
 
 
 def _model(path: Path, config: Mapping[str, Any], forecast: Forecast) -> dict[str, Any]:
