@@ -123,3 +123,18 @@ def test_killed_at_any_point_it_is_old_or_new(
     assert not list(checkpoint.path.rglob("*.new"))
     assert Checkpoint.open(checkpoint.path).verify() == []
     assert (state(checkpoint.path) == before) == (renames == 0)
+
+
+def test_settle_of_what_no_calibration_left(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A waiting manifest that is none is named, a checkpoint without calibration is left to `open`,
+    and what is no folder too."""
+    waiting = checkpoint.path / f"{module.MANIFEST}.new"
+    waiting.write_text("{}")
+    with pytest.raises(UserError, match=r"\.new is not a manifest .*: remove it"):
+        settle(checkpoint.path)
+    (checkpoint.path / module.CALIBRATION).unlink()
+    settle(checkpoint.path)
+    assert not waiting.exists()
+    (tmp_path / "file").write_text("kept")
+    settle(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"

@@ -110,6 +110,10 @@ def test_unseen_experts_are_said_and_count_as_the_least(
         (["--data", "{text}", "--labels", "data"], "is not one of model, text"),
         (["--data", "{text}", "--device", "tpu"], "is not one of cpu, cuda"),
         (["--data", "{text}", "--report", "no/such/folder.json"], "there is no folder"),
+        (["--data", "{text}", "--report", "."], "cannot write .: it is a folder"),
+        (["--data", "{text}", "--measurements", "."], "cannot write .: it is a folder"),
+        (["--data", "{text}", "--policy-out", "."], "cannot write .: it is a folder"),
+        (["--data", "{text}", "--sequences", "3", "--search"], "at least 4 calibration sequences"),
         (["--search", "--measurements", "{text}"], "cannot read measurements"),
     ),
 )
@@ -143,6 +147,26 @@ def test_another_model_is_refused(tiny_moe: Path, out: Path, text: Path, tmp_pat
     assert digests(out) == before
 
 
+def test_a_file_is_not_a_checkpoint(text: Path, capsys) -> None:
+    assert run("calibrate", text, text, "--data", text) == 2
+    assert capsys.readouterr().err == f"pagedweight: {text} is not a folder\n"
+
+
+def test_measurements_cut_short_are_refused(out: Path, tmp_path: Path, capsys) -> None:
+    whole = tmp_path / "whole.npz"
+    np.savez_compressed(whole, length=np.arange(5000).reshape(50, 100))
+    for name, content in (
+        ("cut.npz", whole.read_bytes()[:-40]),
+        ("other.npz", whole.read_bytes()),
+        ("empty.npz", b""),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert run("calibrate", out, "--search", "--measurements", tmp_path / name) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"pagedweight: cannot read measurements {tmp_path / name}: ")
+        assert len(said.splitlines()) == 1
+
+
 def test_inspect_explains_a_policy(tmp_path: Path, capsys) -> None:
     path = tmp_path / "policy.json"
     save_policy(Policy(alpha=1.25), path)
@@ -153,4 +177,6 @@ def test_inspect_explains_a_policy(tmp_path: Path, capsys) -> None:
     assert run("inspect", "--policy", path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["alpha"] == 1.25
     assert run("inspect", tmp_path, "--policy", path) == 2
+    assert run("inspect", "--policy", path, "--budget", "1GiB") == 2
+    assert run("inspect", "--policy", path, "--plan") == 2
     assert run("inspect", "--policy", tmp_path / "none.json") == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from factory import make_checkpoint
 from pagedweight.bench import quality
 from pagedweight.checkpoint.plan import load_plan
 from pagedweight.checkpoint.reader import Checkpoint
@@ -130,8 +131,16 @@ def test_tables_for_people(tiny_quantized, tiny_moe, capfd):
         (("--frontier", "--dtype", "int8"), "--dtype int8 is not one of"),
         (("--frontier", "--dtype", "tf32"), "it goes with --device cuda"),
         (("--frontier", "--text", LICENSE), "two texts are called LICENSE"),
-        (("--frontier", "-o", "nowhere/x.json"), "is not a folder"),
+        (("--frontier", "-o", "nowhere/x.json"), "there is no folder"),
+        (("--frontier", "-o", "."), "cannot write .: it is a folder"),
+        (("--frontier", "--per-window", "."), "cannot write .: it is a folder"),
+        (("--frontier", "--picture", "x.bmp"), "pictures are written as .png"),
+        (("--ablation", "--per-window", "x.npz"), "--per-window goes with"),
+        (("--frontier", "--budget", ""), "a budget of '' is not a size"),
         (("--budget", "3b"), "go with --policy, --frontier or --ablation"),
+        (("--seats", 2), "go with --policy, --frontier or --ablation"),
+        (("--load", "constant"), "go with --policy, --frontier or --ablation"),
+        (("--frontier", "--text", f"={LICENSE}"), "write FILE or NAME=FILE"),
         (("--text", f"b={LICENSE}"), "2 texts: several go with"),
     ],
 )
@@ -142,6 +151,14 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tiny_quantized, tiny_moe, cap
     assert message in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out == ""
+
+
+def test_another_source_is_refused(tiny_quantized, tmp_path, capfd):
+    """KL to a model that was not quantized means nothing."""
+    other = make_checkpoint(tmp_path / "other")
+    asked = ("eval", tiny_quantized, "--model", other, *SHORT, "--text", LICENSE, "--frontier")
+    assert run(*asked) == 2
+    assert "was not made from" in capfd.readouterr().err
 
 
 def test_policies_need_the_source(tiny_quantized, capfd):
@@ -164,6 +181,29 @@ def test_a_plan_file_is_the_policys_bits(tiny_quantized, capfd, tmp_path, policy
     assert run(*asked, "--seed", 1) == 0
     again = load_plan(out, checkpoint)
     assert (again != plan).any() == (policy != "static")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--budget", "3b", "-o", "."), "cannot write .: it is a folder"),
+        (("--budget", "3b", "-o", "nowhere/plan.json"), "there is no folder"),
+        (("--budget", "inf", "-o", "plan.json"), "a budget of 'inf' is not a size"),
+        (("--budget", "-1MB", "-o", "plan.json"), "a size is 0 to"),
+        (("--budget", "1e30GiB", "-o", "plan.json"), "a size is 0 to"),
+    ],
+)
+def test_plan_refuses_budgets_and_places(tiny_quantized, capfd, args, message):
+    assert run("plan", tiny_quantized, *args) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "eval", "quantize", "calibrate"])
+def test_seeds_are_not_negative(capfd, command):
+    assert run(command, "x", "--seed", -1) == 2
+    assert "'--seed'" in capfd.readouterr().err
 
 
 def test_plan_refuses_what_does_not_fit(tiny_quantized, capfd, tmp_path):

@@ -7,6 +7,8 @@ further on. Kept in memory, or in a file outside of the checkpoint.
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -91,11 +93,14 @@ class Measurements:
         Raises UserError when the file is none of these or of another shape.
         """
         try:
+            if not zipfile.is_zipfile(path):
+                Path(path).open("rb").close()  # says so when it cannot be read at all
+                raise ValueError("it is not a file that --measurements wrote, or not whole")
             with np.load(path, allow_pickle=False) as stored:
                 arrays: dict[str, NDArray[Any]] = {
                     f.name: stored[f.name] for f in fields(Measurements)
                 }
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"cannot read measurements {path}: {error}") from None
         found = Measurements(**arrays)
         head = found.length.shape

@@ -68,10 +68,10 @@ def load_tokens(choice: CalibrationChoice, model: Path, limit: int | None) -> Ca
     body = choice.sequence_length - len(start)
     available = len(stream) // body
     if available < choice.sequences:
+        fewer = f"at most --sequences {available}, " if available else ""
         raise UserError(
             f"{choice.text} has {len(stream)} tokens, {available} sequences of "
-            f"{choice.sequence_length}; give at most --sequences {available}, a smaller "
-            f"--sequence-length, or more text"
+            f"{choice.sequence_length}; give {fewer}a smaller --sequence-length, or more text"
         )
     rng = np.random.default_rng(choice.seed)
     picked = np.sort(rng.choice(available, choice.sequences, replace=False))

@@ -66,10 +66,16 @@ def replace_calibration(
 def settle(folder: Path) -> None:
     """End a replacement that was killed: go on when the calibration is in place, else go back."""
     waiting = folder / NEXT_MANIFEST
-    if waiting.is_file():
-        content = read_json(waiting)
-        record = content["files"][CALIBRATION]
-        if sha256_file(folder / CALIBRATION) == record["sha256"]:
-            waiting.replace(folder / MANIFEST)
-    waiting.unlink(missing_ok=True)
-    (folder / f"{CALIBRATION}.new").unlink(missing_ok=True)
+    if not folder.is_dir():
+        return  # opening the checkpoint says what it is instead
+    try:
+        if waiting.is_file() and (folder / CALIBRATION).is_file():
+            digest = read_json(waiting)["files"][CALIBRATION]["sha256"]
+            if sha256_file(folder / CALIBRATION) == digest:
+                waiting.replace(folder / MANIFEST)
+        waiting.unlink(missing_ok=True)
+        (folder / f"{CALIBRATION}.new").unlink(missing_ok=True)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{waiting} is not a manifest ({error}): remove it and run again") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be put in order: {error}") from None

@@ -41,7 +41,7 @@ def command(
     sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 16,
     sequence_length: Annotated[int, typer.Option(help="Tokens in each of them.")] = 2048,
     seed: Annotated[
-        int, typer.Option(help="Picks the sequences, draws labels, splits the search.")
+        int, typer.Option(min=0, help="Picks the sequences, draws labels, splits the search.")
     ] = 0,
     sensitivity: Annotated[
         str, typer.Option(help="per-token, or factored: cheaper, and less exact.")
@@ -83,19 +83,23 @@ def command(
 
     from pagedweight.calibrate.head import LABELS
     from pagedweight.calibrate.measurements import Measurements
+    from pagedweight.calibrate.search.folds import Split
     from pagedweight.calibrate.sensitivity import METHODS
     from pagedweight.checkpoint.reader import Checkpoint
     from pagedweight.checkpoint.recalibrate import settle
+    from pagedweight.checkpoint.result_file import check_target
 
     _one_of("--sensitivity", sensitivity, METHODS)
     _one_of("--labels", labels, LABELS)
     _one_of("--device", device, ("cpu", "cuda"))
-    for target in (report, policy_out, measurements if data else None):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise UserError(f"cannot write {target}: there is no folder {target.parent}")
     wanted = policy_out or (path / "policy.json" if search else None)
     settle(path)
     checkpoint = Checkpoint.open(path)
+    for target in (report, wanted, measurements if data is not None else None):
+        if target is not None:
+            check_target(target)
+    if wanted is not None and data is not None:
+        Split.of(sequences, seed)  # refuses too few before they are measured
     console = Console(highlight=False, soft_wrap=True)
     content: dict[str, Any] = {}
     if data is not None:
@@ -278,9 +282,6 @@ def _show_search(result: SearchResult, out: Path, console: Console) -> None:
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     import json
 
-    from pagedweight.checkpoint.tensorfile import write_atomic
+    from pagedweight.checkpoint.result_file import write_result
 
-    try:
-        write_atomic(path, [(json.dumps(content, indent=1) + "\n").encode()])
-    except OSError as error:
-        raise UserError(f"cannot write report {path}: {error}") from None
+    write_result(path, (json.dumps(content, indent=1) + "\n").encode())

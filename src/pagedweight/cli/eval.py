@@ -67,7 +67,7 @@ def command(
     windows: Annotated[
         int | None, typer.Option(help="Windows to draw from the text (default: all).")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the drawing and of the intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the drawing and of the intervals.")] = 0,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16 (default: float32; vLLM: the model's)."),
@@ -172,6 +172,11 @@ def command(
                 "--tasks does not go with --text, --model, --policy, --frontier and --ablation: "
                 "run eval for each"
             )
+        if (budget, replan_tokens, output, picture, per_window) != (None,) * 5:
+            raise UserError(
+                "--budget, --replan-tokens, --output, --picture and --per-window do not go with "
+                "--tasks; --json prints the report"
+            )
         served = (bits, plan, memory, policy_file)
         return _run_tasks(path, tasks, data_dir, limit, served, dtype, seed, as_json)
     if (data_dir, limit, memory) != (None,) * 3:
@@ -187,10 +192,11 @@ def command(
             study_options(path, model, texts, under, seed, oracle_windows), asked, as_json
         )
     stray = (policy_file, budget, replan_tokens, output, picture, per_window)
-    if any(value is not None for value in stray):
+    under = load is not LoadName.requests or (seats, oracle_windows) != (8, 16)
+    if under or any(value is not None for value in stray):
         raise UserError(
-            "--policy-file, --budget, --replan-tokens, --output, --picture and --per-window go "
-            "with --policy, --frontier or --ablation"
+            "--policy-file, --budget, --load, --replan-tokens, --seats, --oracle-windows, "
+            "--output, --picture and --per-window go with --policy, --frontier or --ablation"
         )
     if len(text) > 1:
         raise UserError(f"{len(text)} texts: several go with --policy, --frontier or --ablation")
@@ -240,6 +246,8 @@ def _run_tasks(
     if data_dir is None:
         raise UserError("--tasks needs --data-dir, the folder with the tasks' data")
     bits, plan, memory, policy = served
+    if policy is not None and memory is None:
+        raise UserError("--policy-file goes with --memory, or with --policy: give one of them")
     serve = ServeOptions(
         bits=bits,
         plan=str(plan.resolve()) if plan else None,

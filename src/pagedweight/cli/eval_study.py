@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedweight.errors import UserError
+from pagedweight.errors import UserError, listing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,10 @@ class Asked:
     per_window: Path | None
 
     def check(self) -> None:
-        """Raises UserError for options that do not go together."""
+        """Raises UserError for options that do not go together, and for files that cannot be."""
+        from pagedweight.checkpoint.result_file import check_picture, check_target
+        from pagedweight.eval.frontier import CANDIDATES
+
         modes = [
             name
             for name, given in (
@@ -44,9 +47,26 @@ class Asked:
             raise UserError(f"{' and '.join(modes)} exclude each other: run eval for each")
         if self.policies is not None and self.budgets is None:
             raise UserError("--policy needs --budget, for example --budget 3b or 28.5MB")
-        for path in (self.output, self.picture, self.per_window):
-            if path is not None and not path.resolve().parent.is_dir():
-                raise UserError(f"{path.resolve().parent} is not a folder: {path} cannot be there")
+        if self.ablation and self.per_window is not None:
+            raise UserError("--per-window goes with --policy and --frontier, not with --ablation")
+        unknown = [name for name in self.names() if name not in CANDIDATES]
+        if unknown:
+            raise UserError(
+                f"policy {listing(map(repr, unknown))} is not one of {listing(CANDIDATES)}"
+            )
+        for path in (self.output, self.per_window):
+            if path is not None:
+                check_target(path)
+        if self.picture is not None:
+            check_picture(self.picture)
+
+    def names(self) -> tuple[str, ...]:
+        """The policies asked for, each once."""
+        from pagedweight.eval.frontier import CANDIDATES
+
+        if self.policies is None:
+            return CANDIDATES
+        return tuple(dict.fromkeys(name.strip() for name in self.policies.split(",")))
 
 
 def study_options(
@@ -108,19 +128,16 @@ def run_study(options: StudyOptions, asked: Asked, as_json: bool) -> None:
 
 
 def _budgets(asked: Asked, default: Sequence[str]) -> list[str]:
-    given = asked.budgets.split(",") if asked.budgets else default
-    return [budget.strip() for budget in given]
+    given = default if asked.budgets is None else asked.budgets.split(",")
+    return list(dict.fromkeys(budget.strip() for budget in given))
 
 
 def _frontier(study: Study, asked: Asked, tell: Any) -> tuple[Any, ...]:
-    from pagedweight.eval.frontier import BUDGETS, CANDIDATES, frontier
+    from pagedweight.eval.frontier import BUDGETS, frontier
     from pagedweight.eval.picture import draw_frontier
     from pagedweight.eval.results import save_windows
 
-    names = CANDIDATES
-    if asked.policies is not None:
-        names = tuple(name.strip() for name in asked.policies.split(","))
-    found = frontier(study, _budgets(asked, BUDGETS), names, tell)
+    found = frontier(study, _budgets(asked, BUDGETS), asked.names(), tell)
     rows = found.rows()
     if asked.picture:
         draw_frontier(rows, asked.picture)

@@ -31,24 +31,23 @@ def command(
     policy_file: Annotated[
         Path | None, typer.Option(help="Policy file, for the floors of static.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the blocks that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the blocks that are drawn.")] = 0,
 ) -> None:
     """Write the bits of a baseline within a budget, for `serve --plan` and `eval --plan`."""
     from rich.console import Console
 
     from pagedweight.checkpoint.plan import save_plan
     from pagedweight.checkpoint.reader import Checkpoint
+    from pagedweight.checkpoint.result_file import check_target
     from pagedweight.core.planner import PlanContext
     from pagedweight.core.policies import make_policy
     from pagedweight.core.policy import Policy
     from pagedweight.core.policy_file import load_policy
     from pagedweight.core.size_table import BlockIndex, SizeTable
-    from pagedweight.errors import UserError
     from pagedweight.eval.budget import parse_budget
     from pagedweight.serving.elastic.budget import calibration_of
 
-    if not output.resolve().parent.is_dir():
-        raise UserError(f"{output.resolve().parent} is not a folder: {output} cannot be there")
+    check_target(output)
     checkpoint = Checkpoint.open(path)
     sizes = SizeTable.of(checkpoint.shape, checkpoint.bits)
     index = BlockIndex(len(checkpoint.moe_layers), checkpoint.shape.experts)

@@ -51,7 +51,7 @@ def command(
     ] = None,
     sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 16,
     sequence_length: Annotated[int, typer.Option(help="Tokens in each of them.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Picks the sequences out of the text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Picks the sequences out of the text.")] = 0,
     table_dtype: Annotated[
         str | None,
         typer.Option(help="float16 or bfloat16; by default the source's, else bfloat16."),
@@ -90,12 +90,13 @@ def command(
     if calibration:
         choice = CalibrationChoice(calibration, sequences, sequence_length, seed)
         tokens = load_tokens(choice, model, context_length(source))
-    if dry_run:
-        _show_sizes(source, predicted_bytes(source, levels, table_dtype), console)
-        return
     options = QuantizeOptions(
         levels, table_dtype, tokens, device, resume, codes.value if codes else None
     )
+    if dry_run:
+        console.print(f"codes: {'compensated' if options.compensated else 'kmeans'}")
+        _show_sizes(source, predicted_bytes(source, levels, table_dtype), console)
+        return
     _show_result(source, out, options, _run(source, out, options), console)
 
 

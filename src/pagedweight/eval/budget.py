@@ -20,7 +20,10 @@ def parse_budget(text: str, sizes: SizeTable, index: BlockIndex) -> int:
     on a straight line; otherwise a size as for `--memory`. Raises UserError."""
     match = _BITS.fullmatch(text)
     if match is None:
-        return parse_bytes(text)
+        try:
+            return parse_bytes(text)
+        except UserError as error:
+            raise UserError(f"a budget of {error}, or bits such as 3b") from None
     bits = float(match[1])
     if not sizes.lowest <= bits <= sizes.planes:
         raise UserError(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pagedweight.calibrate.measure import MeasureOptions, measure
+from pagedweight.calibrate.pipeline import check_source
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.core.planner import PlanContext
@@ -64,6 +65,7 @@ class Study:
         _check(options)
         self.checkpoint = checkpoint = Checkpoint.open(options.path)
         self.source = SourceCheckpoint.open(options.model)
+        check_source(checkpoint, self.source)
         self.sizes = SizeTable.of(checkpoint.shape, checkpoint.bits)
         self.index = BlockIndex(len(checkpoint.moe_layers), checkpoint.shape.experts)
         file = None if options.policy is None else str(options.policy)

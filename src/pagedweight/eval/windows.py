@@ -68,6 +68,8 @@ def named_texts(texts: Sequence[str]) -> dict[str, str]:
         name, equals, file = text.partition("=")
         if not equals or "/" in name:
             name, file = Path(text.partition(":")[0]).stem, text
+        if not name or not file:
+            raise UserError(f"--text {text or repr(text)}: write FILE or NAME=FILE")
         if name in found:
             raise UserError(f"two texts are called {name}: write --text OTHER={file}")
         found[name] = file
