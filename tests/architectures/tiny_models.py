@@ -40,14 +40,13 @@ class TinyModel:
     """`family`: prefix of the transformers classes. `special`: what differs from COMMON.
     `published`: what the publishers' config.json says and transformers' does not. `moe_layers`:
     decoder layers that must have experts. `width`: of an expert. `memory`: a budget in which
-    elastic precision has something to give. `refusal`: what elastic KV says to the family."""
+    elastic precision has something to give."""
 
     family: str
     special: dict[str, Any]
     experts: int = 6
     width: int = 72
     memory: int = 3 << 20
-    refusal: str = ""
     published: dict[str, Any] = field(default_factory=dict)
     moe_layers: tuple[int, ...] = (0, 1, 2)
 
@@ -86,7 +85,6 @@ MODELS = {
          "num_kv_shared_layers": 0, "sliding_window": 16, "tie_word_embeddings": True,
          "vocab_size_per_layer_input": 8192, "final_logit_softcapping": 30.0,
          "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
-        refusal="elastic KV needs layers with KV blocks of one size",
     ),
     # Latent attention, first layer dense, two shared experts, experts in groups, scaled routing.
     "deepseek_v2": TinyModel(

@@ -9,8 +9,9 @@
 
 Tested with vLLM 0.26 (GPU) and 0.32 (CPU). Relies on: {CPUWorker, Worker}.{load_model,
 determine_available_memory, initialize_from_config, execute_model, sample_tokens,
-get_kv_cache_spec, rank}, AsyncModelRunnerOutput.get_output, and KV being allocated by
-`torch.zeros(bytes, dtype=int8)`, once or once a layer.
+get_kv_cache_spec, rank}, get_kv_cache_groups (what the engine will call with the same arguments),
+AsyncModelRunnerOutput.get_output, and KV being allocated by `torch.zeros(bytes, dtype=int8)`, once
+or once a place.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import torch.distributed
 from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from vllm.distributed import get_tp_group
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from pagedweight.errors import UserError
 from pagedweight.runtime.messages import StepPlan, WorkerReport, merged
-from pagedweight.serving.elastic.kv_layout import kv_block_of_specs, kv_layout
+from pagedweight.serving.elastic.kv_layout import kv_block, kv_layout
 from pagedweight.serving.elastic.scheduler import ATTRIBUTE
 from pagedweight.serving.elastic.store import ElasticStore
 from pagedweight.serving.elastic.tracing import BitRecorder, trace_folder
@@ -92,9 +94,11 @@ class ElasticRank:
         self.store = store
 
     def start_memory(self) -> None:
-        """Divide the budget and bring the experts in; vLLM's block size must be settled."""
+        """Divide the budget and bring the experts in; vLLM's block size and, from 0.30 on, its KV
+        layout must be settled."""
         store = self.store
-        store.start(kv_block_of_specs(self.get_kv_cache_spec().values()))  # type: ignore[attr-defined]
+        specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
+        store.start(kv_block(get_kv_cache_groups(self.vllm_config, specs)))
         self.budget = store.budget
         self._plan: StepPlan | None = None
         self._recorder: BitRecorder | None = None

@@ -41,7 +41,7 @@ class _Elastic:
         self.control = Control(
             Checkpoint.open(config.model_config.model),
             ServeOptions.of(config.additional_config),
-            kv_block(self.kv_cache_config),
+            kv_block(self.kv_cache_config.kv_cache_groups),
             self.kv_cache_manager.block_pool,
             config.parallel_config.tensor_parallel_size,
             self.block_size,

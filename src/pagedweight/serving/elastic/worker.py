@@ -6,8 +6,6 @@ _should_warm_up_model}, and what `rank.py` says.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from pagedweight.serving.elastic.rank import ElasticRank
@@ -16,11 +14,9 @@ from pagedweight.serving.elastic.rank import ElasticRank
 class ElasticCPUWorker(ElasticRank, CPUWorker):
     """CPU worker whose experts and KV share `--memory`."""
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self.start_memory()
-
     def determine_available_memory(self) -> int:
+        """Brings the experts in, compiles the model, and answers with what KV can reach."""
+        self.start_memory()
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()
         return self.reachable_bytes()
