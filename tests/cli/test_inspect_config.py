@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import whole_configs
+from pagedweight.checkpoint.architecture import KVLayer
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.checkpoint.summary import summarize
 from pagedweight.checkpoint.tensorfile import TensorFile
 from pagedweight.cli.main import main
-from pagedweight.serving.elastic.budget import divide, plan_context
+from pagedweight.serving.elastic.budget import KVBlock, divide, plan_context
 from pagedweight.serving.forecast import Forecast, Question
 from pagedweight.serving.options import ServeOptions
 
@@ -73,12 +75,13 @@ def test_lab_moe_is_what_was_measured_on_the_quantized_one(lab_moe, capsys):
     [
         (whole_configs.QWEN15_MOE, 2880, (0.69, 0.34), (0.386, 0.523, 0.670, 0.841), 3.0),
         (whole_configs.MIXTRAL, 512, (14.0, 7.0), (0.376, 0.502, 0.629, 0.759), 2.0),
-        (whole_configs.GEMMA4, 7680, (0.47, 0.24), (0.398, 0.545, 0.716, 0.932), 3.4375),
+        (whole_configs.GEMMA4, 7680, (0.47, 0.24), (0.398, 0.545, 0.716, 0.932), 0.625),
     ],
     ids=["Qwen1.5-MoE", "Mixtral", "Gemma-4"],
 )
 def test_published_models(config, blocks, planes, down_bits, block_mib):
-    """The table of the design: one plane in MiB, bytes per weight of down with its table."""
+    """The table of the design: one plane in MiB, bytes per weight of down with its table; a KV
+    block, which in Gemma belongs to five of thirty layers at a time."""
     found = Forecast.of(config, Question())
     sizes, shape = found.context.sizes, found.facts.shape
     assert found.context.index.rows == blocks
@@ -114,6 +117,42 @@ def test_kv_by_kind_of_attention():
     assert sliding.lasting_token_bytes == 5 * 2 * 2 * 512 * 2
     assert sliding.token_bytes == sliding.lasting_token_bytes + 25 * 2 * 8 * 256 * 2
     assert not sliding.one_size
+
+
+def test_gemma_shares_its_blocks_and_wastes_nothing():
+    """Five layers a group: one group of full layers with 32 tokens a block, five of sliding ones
+    with 16, so that a block is 5 * 128 KiB whoever has it."""
+    found = Forecast.of(whole_configs.GEMMA4, Question(budget=24 * GIB))
+    assert found.can_be_elastic
+    assert found.block == KVBlock(layers=5, layer_bytes=16 * 2 * 8 * 256 * 2)
+    assert found.groups is not None
+    assert sorted(found.groups.block_tokens) == [16] * 5 + [32]
+    blocks = 32 * 100
+    assert found.tokens(blocks + 1) == blocks * found.block.nbytes // found.token_bytes
+    divided = found.elastic()
+    assert divided is not None
+    assert divided.reachable_blocks > divided.usable_granules * divided.granule_blocks
+    held = divided.floor_pages + divided.reserve
+    held += divided.reachable_blocks // divided.granule_blocks * divided.granule_pages
+    assert 0 <= divided.pages - held < divided.granule_pages
+
+
+def test_sizes_that_cannot_be_made_one_are_counted_together_and_told():
+    found = Forecast.of(whole_configs.GEMMA4, Question(budget=24 * GIB))
+    kv = (KVLayer(1, 512, None), KVLayer(2, 512, None))
+    mixed = replace(found, facts=replace(found.facts, kv=kv))
+    assert not mixed.can_be_elastic
+    assert mixed.block == KVBlock(1, 16 * 3 * 512 * 2)
+    assert mixed.tokens(11) == 160
+
+
+def test_a_plan_for_gemma_says_how_to_serve_it(capsys, tmp_path):
+    found = report_of(capsys, tmp_path, whole_configs.GEMMA4, "--plan", "--budget", "24GiB")
+    assert found["plan"]["elastic"]
+    assert found["plan"]["kv_tokens_reachable"] > found["plan"]["kv_tokens"] > 0
+    assert found["kv"]["block_bytes"] == 5 * 128 * 1024
+    assert sorted(found["kv"]["group_block_tokens"]) == [16] * 5 + [32]
+    assert "not with --memory" not in " ".join(found["notes"])
 
 
 def test_a_division_is_the_runtime_s_own(tiny_quantized):

@@ -80,9 +80,10 @@ def _model(path: Path, config: Mapping[str, Any], forecast: Forecast) -> dict[st
     weights = len(facts.moe_layers) * shape.experts * 3 * shape.hidden * shape.intermediate
     notes = []
     if not forecast.one_size:
+        memory = "" if forecast.can_be_elastic else "served at fixed bits, not with --memory; "
         notes.append(
-            "layers have KV of several sizes: served at fixed bits, not with --memory; KV tokens "
-            "count every layer in full, so they are the least that fit"
+            f"layers have KV of several sizes: {memory}KV tokens count every layer in full, so "
+            "they are the least that fit"
         )
     return {
         "config": str(path),
@@ -106,7 +107,8 @@ def _model(path: Path, config: Mapping[str, Any], forecast: Forecast) -> dict[st
         "kernel_table_bytes": forecast.table_bytes,
         "kv": {
             "block_tokens": forecast.question.block_tokens,
-            "block_bytes": forecast.token_bytes * forecast.question.block_tokens,
+            "block_bytes": forecast.block.nbytes,
+            "group_block_tokens": list(forecast.groups.block_tokens) if forecast.groups else None,
             "token_bytes": forecast.token_bytes,
             "token_bytes_beyond_windows": forecast.lasting_token_bytes,
             "positions": longest(config),
@@ -144,7 +146,7 @@ def _tokens(forecast: Forecast, divided: Budget | None) -> int:
 
 def _reachable(forecast: Forecast, divided: Budget) -> int:
     """KV tokens with all experts at the lowest bits; those of the start where bits cannot move."""
-    blocks = divided.reachable_blocks if forecast.one_size else None
+    blocks = divided.reachable_blocks if forecast.can_be_elastic else None
     return _tokens(forecast, divided) if blocks is None else forecast.tokens(blocks)
 
 
@@ -175,7 +177,7 @@ def _plan(forecast: Forecast) -> dict[str, Any]:
         "kv_tokens": _tokens(forecast, divided),
         "lowest_bits": forecast.context.sizes.lowest,
         "kv_tokens_reachable": _reachable(forecast, divided),
-        "elastic": forecast.one_size,
+        "elastic": forecast.can_be_elastic,
     }
 
 

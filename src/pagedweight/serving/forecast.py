@@ -26,6 +26,7 @@ from pagedweight.core.size_class import SlotCounts
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
 from pagedweight.serving.elastic.budget import Budget, KVBlock, divide
+from pagedweight.serving.kv_groups import KVGroups, kv_groups
 from pagedweight.serving.options import ServeOptions
 
 LEVELS = (2, 3, 4, 5, 6)
@@ -114,15 +115,25 @@ class Forecast:
 
     @property
     def one_size(self) -> bool:
-        """Whether all layers have KV blocks of one size, as elastic serving needs."""
+        """Whether all layers keep equally many bytes of a token."""
         return len({layer.values() for layer in self.facts.kv}) == 1
 
     @property
+    def groups(self) -> KVGroups | None:
+        """How layers share KV blocks; None when their blocks cannot be made one size."""
+        return kv_groups(self.facts.kv, self.question.block_tokens, self.kv_value_bytes)
+
+    @property
+    def can_be_elastic(self) -> bool:
+        """Whether `serve --memory` takes the model: all KV blocks are, or can be made, one size."""
+        return self.groups is not None
+
+    @property
     def block(self) -> KVBlock:
-        """A KV block; layers of several sizes are taken together, which rounds a little."""
-        nbytes = self.token_bytes * self.question.block_tokens
-        layers = len(self.facts.kv) if self.one_size else 1
-        return KVBlock(layers, nbytes // layers)
+        """A KV block; sizes that cannot be made one are taken together, which rounds a little."""
+        if self.groups is not None:
+            return self.groups.block
+        return KVBlock(1, self.token_bytes * self.question.block_tokens)
 
     def held(self, bits: int) -> int:
         """Bytes of whole pages that all experts at `bits` hold."""
@@ -154,8 +165,12 @@ class Forecast:
         return int(needed / (1 - RESERVE_SHARE)) + page
 
     def tokens(self, blocks: int) -> int:
-        """Tokens of `blocks` KV blocks; one of them is the engine's null block."""
-        return max(0, blocks - 1) * self.question.block_tokens
+        """Tokens of `blocks` KV blocks while every layer keeps them; one of the blocks is the
+        engine's null block."""
+        usable = max(0, blocks - 1)
+        if self.groups is not None:
+            return self.groups.tokens(usable)
+        return usable * self.question.block_tokens
 
     def _uniform(self, bits: int) -> np.ndarray:
         return np.full(self.context.index.rows, bits, np.int32)
