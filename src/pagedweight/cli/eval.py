@@ -247,7 +247,7 @@ def _run_tasks(
         raise UserError("--tasks needs --data-dir, the folder with the tasks' data")
     bits, plan, memory, policy = served
     if policy is not None and memory is None:
-        raise UserError("--policy-file goes with --memory, or with --policy: give one of them")
+        raise UserError("--policy-file only means something together with --memory or --policy")
     serve = ServeOptions(
         bits=bits,
         plan=str(plan.resolve()) if plan else None,
