@@ -58,7 +58,7 @@ def test_gpu_memory_without_a_gpu(tiny_quantized, capsys, size):
     ("flags", "message"),
     [
         (("--memory", "1KiB"), "the experts at their floor alone take"),
-        (("--policy-file", "{policy}"), "--policy-file only means something together with --memory"),
+        (("--policy-file", "{policy}"), "--policy-file only means something"),
         (("--memory", "1GiB", "--policy-file", "{policy}"), "is not a policy"),
         (("-o", "out.json"), "do not go with --tasks"),
         (("--budget", "3b"), "do not go with --tasks"),
