@@ -61,7 +61,7 @@ def test_the_reader_takes_it(name, tmp_path):
 
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "something").touch()
-    with pytest.raises(UserError, match="not empty"):
+    with pytest.raises(UserError, match="not an empty folder"):
         make_checkpoint(small("mixtral"), tmp_path, (2, 3), "cpu")
 
 

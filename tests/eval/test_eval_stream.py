@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagedweight.core.policies import Assignment, make_policy
 from pagedweight.core.policy import FloorStage, Policy
@@ -15,6 +18,7 @@ from pagedweight.eval.study import Study, StudyOptions
 from quantized import make_quantized
 
 CPU = torch.device("cpu")
+EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 FREE = Policy(stages=(FloorStage("floor", (2,) * 7),), prior_tokens=1.0)
 
 
@@ -29,10 +33,27 @@ class Spy:
         return self.policy.assign(signals)
 
 
+def give_its_weights(source, layers):
+    """Make the source what the random checkpoint says at 6 bits: a study asks for that."""
+    for file in sorted(source.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in tensors:
+            if found := EXPERT.search(name):
+                position, expert, part = int(found[1]), int(found[2]), found[3]
+                kind = "down" if part == "down" else "gate_up"
+                weight = layers[position].weights(expert, kind, 6, torch.bfloat16)
+                if kind == "gate_up":
+                    weight = weight.chunk(2)[part == "up"]
+                assert weight.shape == tensors[name].shape
+                tensors[name] = weight.to(tensors[name].dtype).contiguous()
+        save_file(tensors, file, {"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     path = tmp_path_factory.mktemp("stream") / "out"
-    make_quantized(path)
+    _, layers = make_quantized(path)
+    give_its_weights(path.with_name("out-source"), layers)
     found = Study(StudyOptions(path, path.with_name("out-source"), ()))
     found.policy = FREE
     return found
