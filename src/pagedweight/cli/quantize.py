@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagedweight.cli.progress import staged_progress
 from pagedweight.errors import UserError, listing
 
 if TYPE_CHECKING:
@@ -111,28 +112,9 @@ def parse_bits(text: str) -> tuple[int, ...]:
 
 def _run(source: SourceCheckpoint, out: Path, options: QuantizeOptions) -> QuantizeResult:
     """Quantize under a progress bar; plain lines when stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
     from pagedweight.quantize.pipeline import quantize_checkpoint
 
-    console = Console(stderr=True, highlight=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeRemainingColumn(),
-    )
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(STAGES[stage], total=total)
-                if not console.is_terminal:
-                    console.print(STAGES[stage])
-            bar.advance(tasks[stage], done)
-
+    with staged_progress(STAGES) as report:
         return quantize_checkpoint(source, out, options, report)
 
 
