@@ -6,7 +6,7 @@ further on. Kept in memory, or in a file outside of the checkpoint.
 
 from __future__ import annotations
 
-import os
+import io
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedweight.checkpoint.result_file import write_result
 from pagedweight.core.observation import RequestSignals
 from pagedweight.errors import UserError
 
@@ -75,16 +76,10 @@ class Measurements:
         return Measurements(**{f.name: of(getattr(self, f.name)) for f in fields(self)})
 
     def save(self, path: Path) -> None:
-        """Write all arrays (numpy's npz) under a temporary name, then rename."""
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                np.savez_compressed(file, **{f.name: getattr(self, f.name) for f in fields(self)})
-            os.replace(temporary, path)
-        except OSError as error:
-            raise UserError(f"cannot write measurements {path}: {error}") from None
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Write all arrays (numpy's npz), whole or not at all. Raises UserError."""
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **{f.name: getattr(self, f.name) for f in fields(self)})
+        write_result(path, packed.getvalue())
 
     @staticmethod
     def load(path: Path, blocks: tuple[int, int, int], levels: int) -> Measurements:

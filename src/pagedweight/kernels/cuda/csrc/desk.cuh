@@ -16,15 +16,7 @@ struct Head {  // of the plan
 };
 PW_INLINE Head& head() { return *(Head*)memory; }
 static_assert(sizeof(Head) == 44 + 44 * WARPS, "shapes.py computes the same");
-PW_INLINE Plan plan_of(const Params& p) {
-  Plan plan;
-  plan.blocks = (Block*)(&head() + 1);
-  plan.pairs = (u16*)((unsigned char*)plan.blocks + p.pairs_at);
-  plan.most = p.pairs_at / 8;  // 4 bytes a block, and twice 2 for the orders
-  plan.order = (u16*)(plan.blocks + plan.most);
-  plan.block_count = &head().block_count;
-  return plan;
-}
+PW_INLINE Plan plan_of(const Params& p) { return plan_behind(head(), p); }
 
 // Whether a warp has a whole group about it: when groups do not divide the warps, the last idle.
 PW_INLINE bool in_group(const Params& p, int phase, int warp) {

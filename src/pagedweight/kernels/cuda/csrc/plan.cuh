@@ -57,6 +57,18 @@ struct Plan {
   int* block_count;
 };
 
+// The plan in the shared memory behind a head, which holds the number of its blocks.
+template <typename HEAD>
+PW_INLINE Plan plan_behind(HEAD& head, const Params& p) {
+  Plan plan;
+  plan.blocks = (Block*)(&head + 1);
+  plan.pairs = (u16*)((unsigned char*)plan.blocks + p.pairs_at);
+  plan.most = p.pairs_at / 8;  // 4 bytes a block, and twice 2 for the orders
+  plan.order = (u16*)(plan.blocks + plan.most);
+  plan.block_count = &head.block_count;
+  return plan;
+}
+
 PW_INLINE int local_expert(const Params& p, int pair) {
   const long long id = p.ids_are_64 ? ((const long long*)p.ids)[pair] : ((const int*)p.ids)[pair];
   return id >= 0 && id < p.experts ? (int)id : NOBODY;
