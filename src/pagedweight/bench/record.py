@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -13,6 +12,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+
+from pagedweight.eval.results import write_results
 
 
 def machine() -> dict[str, Any]:
@@ -45,13 +46,6 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a result file as JSON, one row of a list of rows a line."""
+    """`eval.results.write_results`, and the folder where there is none yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for key, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            rows = ",\n  ".join(json.dumps(row) for row in value)
-            lines.append(f" {json.dumps(key)}: [\n  {rows}\n ]")
-        else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_results(path, record)
