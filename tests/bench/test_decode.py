@@ -14,6 +14,7 @@ from pagedweight.bench.decode_engine import Job, Step, rates
 from pagedweight.bench.models import MODELS, model_config
 from pagedweight.cli.main import main
 from pagedweight.core.geometry import LayerShape
+from pagedweight.errors import UserError
 
 SHAPE = LayerShape(60, 2048, 1408)
 
@@ -98,3 +99,32 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         main(["bench", "decode"])
     assert ended.value.code == 2
     assert "needs one" in capsys.readouterr().err
+
+
+def _measured(tmp_path, machine):
+    rows = [
+        {"model": "mixtral", "layers": 4, "engine": name, "batch": batch}
+        for name in ("4", "bf16")
+        for batch in (1, 4)
+    ]
+    rows.append({"model": "qwen1.5-moe", "layers": 4, "engine": "4", "batch": 1})
+    (tmp_path / decode.RESULT).write_text(json.dumps({"machine": machine, "rows": rows}))
+    return rows
+
+
+def test_rows_of_other_engines_stay(tmp_path, monkeypatch):
+    machine = {"gpu": "a"}
+    monkeypatch.setattr(decode, "about_machine", lambda: machine)
+    options = argparse.Namespace(model="mixtral", engine=["4"], json=tmp_path)
+    assert decode.kept_rows(options, 4) == []
+    rows = _measured(tmp_path, machine)
+    assert decode.kept_rows(options, 4) == rows[2:]
+    assert decode.kept_rows(options, 5) == rows
+
+
+def test_rows_of_another_machine_are_not_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "about_machine", lambda: {"gpu": "b"})
+    _measured(tmp_path, {"gpu": "a"})
+    options = argparse.Namespace(model="mixtral", engine=["4"], json=tmp_path)
+    with pytest.raises(UserError, match="measured elsewhere"):
+        decode.kept_rows(options, 4)

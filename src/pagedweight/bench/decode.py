@@ -45,6 +45,7 @@ SHARES = {"mix4": (0.4, 0.3, 0.2, 0.1), "mix5": (0.1, 0.2, 0.3, 0.4)}
 """Of the blocks at each of LEVELS, before blocks are lowered until the bytes are the uniform's."""
 PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]
 KV_SLACK = 1.02
+RESULT = "decode_vllm.json"
 PLAN = "plan.json"
 
 
@@ -205,7 +206,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     config = model_config(options.model, options.layers)
     import_once()
     prepare(folder, options, config)
-    rows: list[dict[str, Any]] = []
+    rows = kept_rows(options, config["num_hidden_layers"]) if options.json and options.add else []
     for first in range(0, len(options.engine), options.together):
         names = options.engine[first : first + options.together]
         about = {name: describe(folder, name, options, config) for name in names}
@@ -268,8 +269,28 @@ def prepare(folder: Path, options: argparse.Namespace, config: dict[str, Any]) -
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """decode_vllm.json."""
-    about = {"gpu": gpu_name(), **machine(), "vllm": vllm_version()}
-    write_record(path / "decode_vllm.json", {"machine": about, "rows": rows})
+    write_record(path / RESULT, {"machine": about_machine(), "rows": rows})
+
+
+def about_machine() -> dict[str, Any]:
+    """Where and with what it was measured."""
+    return {"gpu": gpu_name(), **machine(), "vllm": vllm_version()}
+
+
+def kept_rows(options: argparse.Namespace, layers: int) -> list[dict[str, Any]]:
+    """Rows of the file that is there, without those of the engines that are measured again.
+
+    Raises UserError when they are of another machine or other versions.
+    """
+    path = options.json / RESULT
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found["machine"] != about_machine():
+        raise UserError(f"{path} was measured elsewhere; write to another folder, or without --add")
+    again = [(options.model, layers, name) for name in options.engine]
+    rows = found["rows"]
+    return [row for row in rows if (row["model"], row["layers"], row["engine"]) not in again]
 
 
 def gpu_name() -> str:
@@ -303,6 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--folder", type=Path, help="where checkpoints are made, kept there")
     parser.add_argument("--json", type=Path, help="folder for decode_vllm.json")
+    parser.add_argument("--add", action="store_true", help="keep other rows of that file")
     options = parser.parse_args(argv)
     gpu_name()
     if options.folder:
