@@ -15,6 +15,7 @@ from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.cli.main import main
 from pagedweight.eval.ablation import WHOLE, WITHOUT
 from pagedweight.eval.evaluate import expert_bytes
+from timelines import FIRST, burst, write
 
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 SHORT = ("--window", 48, "--windows", 2)
@@ -108,6 +109,33 @@ def test_ablation_compares_with_the_whole(tiny_quantized, tiny_moe, capfd, tmp_p
     assert picture.stat().st_size > 5_000
 
 
+def test_pressure_gives_every_window_what_the_server_had(tiny_quantized, tiny_moe, capfd, tmp_path):
+    """Paged follows a recorded run, window by window; what cannot move lives at its worst."""
+    run_of = write(tmp_path / "run.jsonl", burst())
+    stored = tmp_path / "w.npz"
+    args = ("--text", LICENSE, "--policy", "static,paged", "--per-window", stored)
+    base = ("eval", tiny_quantized, "--model", tiny_moe, "--window", 48, "--windows", 4)
+    assert run(*base, *args, "--pressure", run_of, "--json") == 0
+    record = json.loads(capfd.readouterr().out)
+    budgets = record["pressure"]["LICENSE"]
+    assert budgets[0] > budgets[1] > budgets[2] == min(budgets)
+    static, paged = value(record, "static"), value(record, "paged")
+    assert static["resident_bytes"] <= static["budget_bytes"] == min(budgets)
+    assert static["budget_bytes"] < paged["resident_bytes"] <= np.mean(budgets)
+    assert paged["value"] < static["value"]
+    kl = np.load(stored)
+    assert (
+        kl[f"LICENSE/paged/{min(budgets)}/kl"][0] < 0.5 * kl[f"LICENSE/paged/{min(budgets)}/kl"][1]
+    )
+
+
+def test_a_run_without_requests_is_no_pressure(tiny_quantized, tiny_moe, capfd, tmp_path):
+    idle = write(tmp_path / "idle.jsonl", [FIRST])
+    asked = ("eval", tiny_quantized, "--model", tiny_moe, *SHORT, "--text", LICENSE)
+    assert run(*asked, "--policy", "paged", "--pressure", idle) == 2
+    assert "no request ran" in capfd.readouterr().err
+
+
 def test_tables_for_people(tiny_quantized, tiny_moe, capfd):
     asked = ("eval", tiny_quantized, "--model", tiny_moe, *SHORT, "--text", LICENSE)
     assert run(*asked, "--policy", "static", "--budget", "3b") == 0
@@ -121,6 +149,10 @@ def test_tables_for_people(tiny_quantized, tiny_moe, capfd):
     ("args", "message"),
     [
         (("--policy", "static"), "--policy needs --budget"),
+        (("--policy", "paged", "--pressure", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--policy", "paged", "--budget", "3b", "--pressure", "x"), "takes the place of --budget"),
+        (("--frontier", "--pressure", "x"), "--pressure goes with --policy"),
+        (("--pressure", "x"), "go with --policy, --frontier or --ablation"),
         (("--policy", "best", "--budget", "3b"), "policy 'best' is not one of uniform"),
         (("--policy", "static", "--frontier"), "--policy and --frontier exclude each other"),
         (("--policy", "static", "--budget", "7b"), "the checkpoint stores 2 to 6 bits"),

@@ -134,6 +134,14 @@ def command(
             rich_help_panel=_POLICIES,
         ),
     ] = None,
+    pressure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --budget, a run of serve --timeline: paged gets what its weights "
+            "had, window by window; the others what they had at the worst.",
+            rich_help_panel=_POLICIES,
+        ),
+    ] = None,
     seats: Annotated[
         int, typer.Option(help="Policies that run side by side.", rich_help_panel=_POLICIES)
     ] = 8,
@@ -172,10 +180,10 @@ def command(
                 "--tasks does not go with --text, --model, --policy, --frontier and --ablation: "
                 "run eval for each"
             )
-        if (budget, replan_tokens, output, picture, per_window) != (None,) * 5:
+        if (budget, replan_tokens, pressure, output, picture, per_window) != (None,) * 6:
             raise UserError(
-                "--budget, --replan-tokens, --output, --picture and --per-window do not go with "
-                "--tasks; --json prints the report"
+                "--budget, --replan-tokens, --pressure, --output, --picture and --per-window do "
+                "not go with --tasks; --json prints the report"
             )
         served = (bits, plan, memory, policy_file)
         return _run_tasks(path, tasks, data_dir, limit, served, dtype, seed, as_json)
@@ -184,19 +192,20 @@ def command(
     if not text:
         raise UserError("nothing to measure: give --text FILE, or --tasks with --data-dir")
     if policy is not None or frontier or ablation:
-        asked = Asked(policy, budget, frontier, ablation, output, picture, per_window)
-        under = (policy_file, load.value, replan_tokens, dtype, device.value, seats)
+        asked = Asked(policy, budget, frontier, ablation, output, picture, per_window, pressure)
+        under = (policy_file, load.value, replan_tokens, pressure, dtype, device.value, seats)
         texts = named_choices(text, window, windows, seed)
         _refuse_static(bits, plan, engine)
         return run_study(
             study_options(path, model, texts, under, seed, oracle_windows), asked, as_json
         )
-    stray = (policy_file, budget, replan_tokens, output, picture, per_window)
+    stray = (policy_file, budget, replan_tokens, pressure, output, picture, per_window)
     under = load is not LoadName.requests or (seats, oracle_windows) != (8, 16)
     if under or any(value is not None for value in stray):
         raise UserError(
-            "--policy-file, --budget, --load, --replan-tokens, --seats, --oracle-windows, "
-            "--output, --picture and --per-window go with --policy, --frontier or --ablation"
+            "--policy-file, --budget, --load, --replan-tokens, --pressure, --seats, "
+            "--oracle-windows, --output, --picture and --per-window go with --policy, "
+            "--frontier or --ablation"
         )
     if len(text) > 1:
         raise UserError(f"{len(text)} texts: several go with --policy, --frontier or --ablation")

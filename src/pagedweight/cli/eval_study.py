@@ -28,6 +28,7 @@ class Asked:
     output: Path | None
     picture: Path | None
     per_window: Path | None
+    pressure: Path | None = None
 
     def check(self) -> None:
         """Raises UserError for options that do not go together, and for files that cannot be."""
@@ -45,7 +46,9 @@ class Asked:
         ]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other: run eval for each")
-        if self.policies is not None and self.budgets is None:
+        if self.pressure is not None and (self.policies is None or self.budgets is not None):
+            raise UserError("--pressure goes with --policy, and takes the place of --budget")
+        if self.policies is not None and (self.budgets, self.pressure) == (None, None):
             raise UserError("--policy needs --budget, for example --budget 3b or 28.5MB")
         if self.ablation and self.per_window is not None:
             raise UserError("--per-window goes with --policy and --frontier, not with --ablation")
@@ -73,14 +76,14 @@ def study_options(
     path: Path,
     model: Path | None,
     texts: tuple[tuple[str, WindowChoice], ...],
-    under: tuple[Path | None, Any, int | None, str | None, str, int],
+    under: tuple[Path | None, Any, int | None, Path | None, str | None, str, int],
     seed: int,
     oracle_windows: int,
 ) -> StudyOptions:
-    """`under`: policy file, load, replan tokens, dtype, device, seats. Raises UserError."""
+    """`under`: policy file, load, replan tokens, pressure, dtype, device, seats. UserError."""
     from pagedweight.eval.study import StudyOptions
 
-    policy_file, load, replan_tokens, dtype, device, seats = under
+    policy_file, load, replan_tokens, pressure, dtype, device, seats = under
     if model is None:
         raise UserError("policies are judged by their KL to the source: give --model")
     return StudyOptions(
@@ -90,6 +93,7 @@ def study_options(
         policy=policy_file,
         load=load,
         replan_tokens=replan_tokens,
+        pressure=pressure,
         dtype=dtype or "float32",
         device=device,
         seats=seats,
@@ -137,7 +141,10 @@ def _frontier(study: Study, asked: Asked, tell: Any) -> tuple[Any, ...]:
     from pagedweight.eval.picture import draw_frontier
     from pagedweight.eval.results import save_windows
 
-    found = frontier(study, _budgets(asked, BUDGETS), asked.names(), tell)
+    budgets = _budgets(asked, BUDGETS)
+    if study.pressure:
+        budgets = [f"{min(map(min, study.pressure.values()))}"]
+    found = frontier(study, budgets, asked.names(), tell)
     rows = found.rows()
     if asked.picture:
         draw_frontier(rows, asked.picture)

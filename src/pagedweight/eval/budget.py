@@ -29,5 +29,10 @@ def parse_budget(text: str, sizes: SizeTable, index: BlockIndex) -> int:
         raise UserError(
             f"a budget of {text}: the checkpoint stores {sizes.lowest} to {sizes.planes} bits"
         )
+    return uniform_bytes(bits, sizes, index)
+
+
+def uniform_bytes(bits: float, sizes: SizeTable, index: BlockIndex) -> int:
+    """What all blocks take at `bits`, on a straight line between two levels; not below or above."""
     totals = sizes.resident.sum(axis=0) * (index.rows // len(KINDS))
     return int(np.interp(bits, sizes.levels, totals))

@@ -46,6 +46,7 @@ def setting(study: Study) -> dict[str, Any]:
         "policy": json.loads(policy_to_json(study.policy)),
         "load": options.load,
         "replan_tokens": options.replan_tokens,
+        "pressure": {text: list(budgets) for text, budgets in study.pressure.items()} or None,
         "texts": {name: list(tokens.shape) for name, tokens in study.tokens.items()},
         "oracle_windows": options.oracle_windows,
         "seed": options.seed,

@@ -40,12 +40,14 @@ class StreamOptions:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One policy at one budget. prior_tokens: see `Policy`."""
+    """One policy at one budget. prior_tokens: see `Policy`. before: called with each window's
+    number before the policy is asked for its bits."""
 
     name: str
     policy: PrecisionPolicy
     calibration: Calibration
     prior_tokens: float
+    before: Callable[[int], None] = lambda _: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,8 @@ class _Runner:
     def choose(self) -> Assignment:
         """The policy's bits for the next piece, from the signals so far."""
         self._steps += 1
+        if not self._pieces:
+            self._lane.before(len(self.plans))
         self._pieces.append(self._lane.policy.assign(self._signals.current(self._steps)))
         return self._pieces[-1]
 

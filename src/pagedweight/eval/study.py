@@ -15,12 +15,13 @@ from pagedweight.calibrate.pipeline import check_source
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.core.planner import PlanContext
-from pagedweight.core.policies import Load, make_policy
+from pagedweight.core.policies import Load, PagedPolicy, make_policy
 from pagedweight.core.policy import Policy
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
-from pagedweight.eval.budget import parse_budget
+from pagedweight.eval.budget import parse_budget, uniform_bytes
 from pagedweight.eval.fleet import Fleet
+from pagedweight.eval.pressure import bits_of_windows, load_pressure
 from pagedweight.eval.reference import load_plain
 from pagedweight.eval.stream import Lane, Progress, StreamOptions, StreamScores, score_stream
 from pagedweight.eval.windows import WindowChoice, cut_windows
@@ -40,6 +41,7 @@ class StudyOptions:
     """What is studied, and how.
 
     texts: (name, windows) each. policy: policy file. load, replan_tokens: what paged is put under.
+    pressure: timeline whose bits paged follows, window by window.
     seats: models side by side. oracle_windows: of a text, for its own sensitivities.
     """
 
@@ -54,6 +56,7 @@ class StudyOptions:
     seats: int = 8
     seed: int = 0
     oracle_windows: int = 16
+    pressure: Path | None = None
 
 
 class Study:
@@ -73,6 +76,7 @@ class Study:
         self.policy = policy_of(asked)
         self.calibration = calibration_of(checkpoint)
         self.tokens = {name: cut_windows(choice, options.path) for name, choice in options.texts}
+        self.pressure = {} if options.pressure is None else self._follow(options.pressure)
         self._fleet: Fleet | None = None
         self._own: dict[str, PlanContext] = {}
 
@@ -103,7 +107,11 @@ class Study:
         if name == ORACLE:
             context, kind = self._oracle(text), "static"
         made = make_policy(kind, context, budget_bytes, self.options.seed, self.options.load)
-        return Lane(name, made, self.calibration, chosen.prior_tokens)
+        lane = Lane(name, made, self.calibration, chosen.prior_tokens)
+        if not self.pressure or not isinstance(made, PagedPolicy):
+            return lane
+        budgets, moving = self.pressure[text], made
+        return replace(lane, before=lambda window: moving.under(budgets[window]))
 
     def score(self, text: str, lanes: Sequence[Lane], progress: Progress) -> StreamScores:
         """Run all windows of a text through the source and every lane."""
@@ -111,6 +119,17 @@ class Study:
             self.checkpoint.top_k, self.options.replan_tokens, self.options.seats
         )
         return score_stream(self.fleet, lanes, self.tokens[text], self.sizes, options, progress)
+
+    def _follow(self, path: Path) -> dict[str, list[int]]:
+        """By text, the budget of each window under the pressure of a server's run."""
+        timeline = load_pressure(path)
+        return {
+            name: [
+                uniform_bytes(bits, self.sizes, self.index)
+                for bits in bits_of_windows(timeline, len(tokens))
+            ]
+            for name, tokens in self.tokens.items()
+        }
 
     def _oracle(self, text: str) -> PlanContext:
         """The planner's inputs with sensitivities measured on the evaluated text itself."""
@@ -137,6 +156,8 @@ class Study:
 def _check(options: StudyOptions) -> None:
     if options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype} is not one of {', '.join(DTYPES)}")
+    if options.pressure is not None and options.load != "requests":
+        raise UserError("--pressure comes and goes, so it needs --load requests")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here")
     if options.dtype == TF32 and options.device != "cuda":

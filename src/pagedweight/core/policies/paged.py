@@ -44,6 +44,14 @@ class PagedPolicy:
         self._planner = Planner(context)
         self._step = 0
 
+    def under(self, budget_bytes: int) -> None:
+        """Another budget from the next assignment on. UserError below the floors, or when the load
+        never goes: bits come back in pauses only."""
+        if self.load != "requests":
+            raise UserError(f"a budget that changes needs the load 'requests', not {self.load!r}")
+        initial_plan(self.context, budget_bytes)
+        self.budget_bytes = budget_bytes
+
     def assign(self, signals: BatchSignals | None) -> Assignment:
         """See `PrecisionPolicy`: the load of what comes next arrives, the planner makes room."""
         if self.load == "requests":
