@@ -189,7 +189,10 @@ def test_tables_are_the_exact_least_squares_fit(backend: str) -> None:
         systems = numba_descent.systems(weights, product, tables, trust, codes)
     else:
         batch = [table[None] for table in tables]
-        found = torch_descent.systems(weights[None], product[None], batch, trust, codes[None])
+        halved = torch_descent.halves(product[None])
+        found = torch_descent.systems(
+            weights[None], product[None], halved, batch, trust, codes[None]
+        )
         systems = Systems(*(part[0] for part in found))
     fitted = refit(tables, systems, trust, torch.float32)
     for level, table in enumerate(fitted):

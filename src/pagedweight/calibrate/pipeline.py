@@ -22,6 +22,7 @@ from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.core.geometry import KINDS
 from pagedweight.errors import UserError, listing
 
+_CPU = torch.device("cpu")
 LIKENESS = 0.5
 """Share of a block's squared weights by which its highest level may be off. Codes of the same
 weights lie far below (0.12 at 2 bits); those of other weights come to 2."""
@@ -55,7 +56,7 @@ def calibrate_checkpoint(
         raise UserError(
             f"--device cuda: torch {torch.__version__} finds no CUDA device; use --device cpu"
         )
-    check_source(checkpoint, source)
+    check_source(checkpoint, source, torch.device(options.device))
     watch, busy = _Stopwatch(report), time.process_time()
     measured = measure(source, checkpoint, text.tokens, options, checkpoint.path, watch.report)
     watch.begin("heads")
@@ -73,9 +74,11 @@ def calibrate_checkpoint(
     return Calibrated(measured, heads, metadata, seconds, busy, peak)
 
 
-def check_source(checkpoint: Checkpoint, source: SourceCheckpoint) -> None:
+def check_source(
+    checkpoint: Checkpoint, source: SourceCheckpoint, device: torch.device = _CPU
+) -> None:
     """Raise UserError unless the checkpoint was made from these weights: first its shape, then one
-    expert of every layer at the highest level."""
+    expert of every layer at the highest level, on `device`."""
     mine, theirs = (
         {
             "experts": one.shape.experts,
@@ -91,10 +94,13 @@ def check_source(checkpoint: Checkpoint, source: SourceCheckpoint) -> None:
     if wrong:
         raise UserError(f"{checkpoint.path} was not made from {source.path}: {listing(wrong)}")
     for position in range(len(checkpoint.moe_layers)):
-        weights: Weights = {(0, kind): source.expert(position, 0, kind) for kind in KINDS}
+        weights: Weights = {
+            (0, kind): source.expert(position, 0, kind).to(device) for kind in KINDS
+        }
         errors = LevelErrors(checkpoint, position, weights)
         for (expert, kind), weight in weights.items():
-            share = float(errors(expert, kind)[-1].square().sum() / weight.float().square().sum())
+            error = errors(expert, kind, checkpoint.bits[-1:])
+            share = float(error.square().sum() / weight.float().square().sum())
             if share > LIKENESS:
                 raise UserError(
                     f"{checkpoint.path} was not made from {source.path}: at "

@@ -45,6 +45,16 @@ class LayerBuffer:
         tables: Mapping[int, npt.NDArray[np.uint16]],
     ) -> None:
         """One block: codes [N, K] of max(bits) bits and, per level, raw centroids [N, 2^b]."""
+        self.put_words(expert, kind, pack(codes, self.blocks[kind], max(self.bits)), tables)
+
+    def put_words(
+        self,
+        expert: int,
+        kind: str,
+        words: npt.NDArray[np.uint32],
+        tables: Mapping[int, npt.NDArray[np.uint16]],
+    ) -> None:
+        """The same with codes that are packed: words [P, R, C, 32] (`packing.pack`)."""
         if sorted(tables) != list(self.bits):
             raise ValueError(f"tables for levels {sorted(tables)}, expected {list(self.bits)}")
         block = self.blocks[kind]
@@ -55,7 +65,7 @@ class LayerBuffer:
                     f"expected uint16 {[block.rows, 1 << b]}"
                 )
             self.tables[kind][b][expert] = pad_tables(table, block)
-        self.planes[kind][:, expert] = pack(codes, block, max(self.bits))
+        self.planes[kind][:, expert] = words
         self._missing.discard((expert, kind))
 
     def data(self, table_dtype: str) -> Iterator[memoryview]:

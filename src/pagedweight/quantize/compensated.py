@@ -44,8 +44,8 @@ PASSES = 2
 
 ROWS = 256
 """Rows that go through all turns together on the CPU."""
-SYSTEM_ELEMENTS = 1 << 27
-"""Floats of the largest temporary of a refit on a GPU."""
+SYSTEM_ELEMENTS = 1 << 28
+"""Floats of the largest temporaries of a refit on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def row_losses(
     for level, table in enumerate(tables):
         code = (codes >> (len(tables) - 1 - level)).long()
         apart = table.gather(2, code) - weights
-        found.append(((apart @ products) * apart).sum(2, dtype=torch.float64).clamp_(min=0.0))
+        with torch_descent.tensor_float():
+            pulled = apart @ products
+        found.append((pulled * apart).sum(2, dtype=torch.float64).clamp_(min=0.0))
     return torch.stack(found, 2)
 
 
@@ -143,12 +145,13 @@ def _pull(
 def _alternate_torch(weights, products, tables, pull, trust, codes, dtype):
     experts, rows, cols = weights.shape
     step = max(1, SYSTEM_ELEMENTS // (experts * tables[-1].shape[2] * cols))
+    halved = torch_descent.halves(products)
     for _ in range(ROUNDS):
         torch_descent.descend(weights, products, tables, pull, trust, codes, PASSES)
         parts = []
         for part in (slice(start, start + step) for start in range(0, rows, step)):
             own = [table[:, part] for table in tables]
-            args = (weights[:, part], products, own, trust, codes[:, part])
+            args = (weights[:, part], products, halved, own, trust, codes[:, part])
             parts.append(refit(own, torch_descent.systems(*args), trust, dtype))
         tables = [torch.cat(level, 1) for level in zip(*parts, strict=True)]
     return codes, tables

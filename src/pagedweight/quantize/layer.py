@@ -12,6 +12,7 @@ import torch
 from pagedweight.calibrate.moments import LayerMoments
 from pagedweight.checkpoint.layerbuffer import LayerBuffer
 from pagedweight.core.geometry import KINDS
+from pagedweight.kernels.reference.bits import pack_padded, with_padding
 from pagedweight.quantize.compensated import Compensated, compensate
 from pagedweight.quantize.rows import RowCodes, quantize_rows
 
@@ -65,7 +66,7 @@ def quantize_layer(
             ]
             found = _compensated(weights, moments, kind, experts, plain, table_dtype)
             for expert, codes in enumerate(found, experts.start):
-                buffer.put(expert, kind, codes.rows.codes, codes.rows.tables)
+                _put(buffer, expert, kind, codes.rows, device)
                 error[expert, position] = codes.rows.error
                 kept[expert, position] = codes.kept_plain
                 done()
@@ -76,6 +77,17 @@ def quantize_layer(
         "error": error,
         **({"plain_kept": kept} if moments.product else {}),
     }
+
+
+def _put(buffer: LayerBuffer, expert: int, kind: str, rows: RowCodes, device: torch.device) -> None:
+    """Pack where that is quick: on one core a layer of 60 experts takes longer than its codes."""
+    if device.type == "cpu":
+        buffer.put(expert, kind, rows.codes, rows.tables)
+        return
+    block = buffer.blocks[kind]
+    codes = with_padding(torch.from_numpy(rows.codes).to(device), block)
+    words = pack_padded(codes, block, max(buffer.bits)).cpu().numpy().view(np.uint32)
+    buffer.put_words(expert, kind, words, rows.tables)
 
 
 def _batches(experts: int, elements: int, device: torch.device) -> Iterator[slice]:

@@ -3,8 +3,9 @@
 The same optimum as `numba_rows`, whose notation this file keeps: n rows at once, [n, K] tensors in
 float64, no loop over rows, and every sum in a fixed order so that a run repeats to the bit. The
 divide and conquer goes level by level: the middles of a level know their lowest and highest cut
-from the levels above, so the candidates of a row are at most K plus one for each middle, laid out
-one after the other and reduced by segment.
+from the levels above, so the candidates of a row are at most K plus one for each middle. On a GPU
+one kernel has all of it (csrc/clusters.cu); here they are laid out one after the other and reduced
+by segment, with the same result.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from pagedweight.kernels.cuda.clusters import Clusters, launch_clusters
 
 CHUNK_ELEMENTS = 1 << 22
 """Weights handled at once; about 25 float64 or int64 tensors of this size live at the peak."""
@@ -156,13 +159,40 @@ def _split(s: _Sorted, bounds: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.stack([start, cut], 2).flatten(1), bounds[:, -1:]], 1)
 
 
+def _torch_bounds(s: _Sorted, seed_bits: int, top_bits: int) -> torch.Tensor:
+    """Where each leaf cluster begins among the distinct values, int64 [n, 2^top_bits + 1]."""
+    bounds = _seed(s, 1 << seed_bits)
+    for _ in range(top_bits - seed_bits):
+        bounds = _split(s, bounds)
+    return bounds
+
+
+def _kernel_bounds(s: _Sorted, seed_bits: int, top_bits: int) -> torch.Tensor:
+    """`_torch_bounds` as one kernel."""
+    rows, width = s.s0.shape
+    s0, s1, m = s.s0.contiguous(), s.s1.contiguous(), s.m.contiguous()
+    before, after = torch.empty_like(s0), torch.empty_like(s0)
+    cuts = torch.empty((rows, 1 << seed_bits, width), dtype=torch.int32, device=m.device)
+    bounds = torch.empty((rows, (1 << top_bits) + 1), dtype=torch.int64, device=m.device)
+    used = (s0, s1, m, before, after, cuts, bounds)
+    call = Clusters(*(tensor.data_ptr() for tensor in used), rows=rows, width=width)
+    with torch.cuda.device(m.device):
+        launch_clusters(
+            torch.cuda.get_device_capability(),
+            torch.cuda.get_device_name(),
+            seed_bits,
+            top_bits,
+            call,
+            torch.cuda.current_stream().cuda_stream,
+        )
+    return bounds
+
+
 def _fit_chunk(
     weights: torch.Tensor, importance: torch.Tensor, seed_bits: int, top_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     s = _sort(weights, importance)
-    bounds = _seed(s, 1 << seed_bits)
-    for _ in range(top_bits - seed_bits):
-        bounds = _split(s, bounds)
+    bounds = (_kernel_bounds if weights.is_cuda else _torch_bounds)(s, seed_bits, top_bits)
     by_rank = torch.searchsorted(bounds[:, 1:].contiguous(), s.place, right=True)
     codes = torch.empty_like(by_rank).scatter_(1, s.order, by_rank).to(torch.uint8)
     ranks = s.ends.gather(1, bounds)

@@ -49,6 +49,14 @@ def logical(padded: torch.Tensor, block: BlockGeometry) -> torch.Tensor:
     return parts.reshape(block.rows, block.cols).contiguous()
 
 
+def with_padding(codes: torch.Tensor, block: BlockGeometry) -> torch.Tensor:
+    """Inverse of `logical`: [N, K] to [padded N, padded K]; padding is code 0."""
+    size = (block.segments, block.padded_segment_rows, block.padded_cols)
+    out = codes.new_zeros(size)
+    out[:, : block.segment_rows, : block.cols] = codes.reshape(block.segments, -1, block.cols)
+    return out.reshape(block.padded_rows, block.padded_cols)
+
+
 def row_padding(block: BlockGeometry, device: torch.device | str = "cpu") -> torch.Tensor:
     """bool [padded N]: which rows are padding."""
     row = torch.arange(block.padded_rows, device=device)

@@ -1,0 +1,61 @@
+"""The offline benchmark: a source that the real commands take, times that grow as they should."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_synthetic_checkpoint import small
+
+from pagedweight.bench import offline
+from pagedweight.bench.offline import Growth, measure, random_tokens
+from pagedweight.bench.source import make_source
+from pagedweight.core.geometry import KINDS
+from pagedweight.errors import UserError
+
+
+@pytest.mark.parametrize("name", ("qwen1.5-moe", "mixtral"))
+def test_the_source_is_whole_and_of_the_stated_scale(name, tmp_path):
+    source = make_source(small(name), tmp_path / "source", "cpu", seed=0)
+    source.check_values()
+    for kind in KINDS:
+        weights = source.expert(1, 2, kind).float()
+        assert 0.7 < float(weights.std()) * weights.shape[1] ** 0.5 < 1.6
+    assert not torch.equal(source.expert(0, 0, "down"), source.expert(1, 0, "down"))
+    with pytest.raises(UserError, match="not an empty folder"):
+        make_source(small(name), tmp_path / "source", "cpu", seed=0)
+
+
+@pytest.mark.parametrize("name", ("qwen1.5-moe", "mixtral"))
+def test_a_row_has_every_stage_and_grows_with_the_layers(name, tmp_path):
+    config = small(name)
+    text = random_tokens(config["vocab_size"], 8, 32, seed=0)
+    whole = config | {"num_hidden_layers": 6}
+    row = measure(config, whole, tmp_path, text, "cpu", "compensated")
+    assert row["moe_layers_measured"] == 2
+    assert row["moe_layers_of_model"] == 6
+    quantize, calibrate = row["measured"]["quantize"], row["measured"]["calibrate"]
+    assert {"check", "copy", "layers"} <= set(quantize["seconds"])
+    assert {"load", "forward", "head", "backward", "heads"} <= set(calibrate["seconds"])
+    assert quantize["blocks"] == 2 * 4 * 2
+    assert quantize["blocks_kept_plain"] is not None
+    for name in ("quantize", "calibrate"):
+        seconds = row["measured"][name]["seconds"]
+        layers = sum(seconds.get(key, 0) for key in ("layers", "forward", "backward"))
+        assert row["whole_model"][f"{name}_s"] >= round(3 * layers, 1) - 0.2
+    assert not list(tmp_path.iterdir())
+    json.dumps(row)
+
+
+def test_only_what_goes_with_the_model_grows():
+    growth = Growth(layers=10, total=5, plain=2)
+    seconds = {"open": 1, "check": 1, "copy": 1, "layers": 1, "head": 1}
+    assert offline._grown(seconds, growth) == 1 + 5 + 2 + 10 + 1
+
+
+def test_tokens_are_in_the_vocabulary_and_frequent_ones_come_first():
+    tokens = random_tokens(1000, 4, 500, seed=1).tokens
+    assert tokens.min() >= 0
+    assert tokens.max() < 1000
+    assert (tokens < 31).float().mean() == pytest.approx(0.5, abs=0.05)
