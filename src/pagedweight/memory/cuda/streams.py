@@ -67,28 +67,27 @@ class Submitting:
 
 
 class Staging:
-    """Pinned buffers that small writes go through; one is lent again once its write is over."""
+    """Pinned buffers that small writes go through; one is lent again once its write is over.
+
+    Buffers of one size, a power of two, are lent in turn among themselves: a write of a few bytes
+    at every step takes none of those that a block table needs, and pinning waits for the driver.
+    """
 
     def __init__(self, allocate: Callable[[int], Bytes]) -> None:
         self._allocate = allocate
-        self._lent: deque[tuple[Marked, Bytes]] = deque()
+        self._lent: dict[int, deque[tuple[Marked, Bytes]]] = {}
 
     def fill(self, data: Bytes) -> Bytes:
         """A pinned copy of `data`; call `lend` with it once its copy is on a stream."""
-        nbytes = data.nbytes
-        buffer = self._lent.popleft()[1] if self._fits(nbytes) else self._new(nbytes)
-        buffer[:nbytes] = data.reshape(-1).view(np.uint8)
+        size = max(4096, 1 << (data.nbytes - 1).bit_length())
+        lent = self._lent.setdefault(size, deque())
+        buffer = lent.popleft()[1] if lent and lent[0][0].done() else self._allocate(size)
+        buffer[: data.nbytes] = data.reshape(-1).view(np.uint8)
         return buffer
 
     def lend(self, buffer: Bytes, stream: torch.cuda.Stream) -> None:
         """`buffer` is read by what `stream` has now."""
-        self._lent.append((Marked(stream), buffer))
-
-    def _fits(self, nbytes: int) -> bool:
-        return bool(self._lent) and self._lent[0][1].nbytes >= nbytes and self._lent[0][0].done()
-
-    def _new(self, nbytes: int) -> Bytes:
-        return self._allocate(max(4096, 1 << (nbytes - 1).bit_length()))
+        self._lent[buffer.nbytes].append((Marked(stream), buffer))
 
 
 def pinned_array(address: int, nbytes: int) -> Bytes:

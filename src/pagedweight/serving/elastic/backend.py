@@ -65,11 +65,12 @@ def open_device(page_bytes: int, where: torch.device) -> Device:
 
 
 def open_host_tier(tier: HostTier, device: Device, options: ServeOptions) -> HostTier:
-    """What reloads read: on a GPU pinned memory, unless the user wants the checkpoint's files.
+    """What reloads read: on a GPU pinned memory, unless the user wants the checkpoint's files or
+    bits never change.
 
     UserError when that is more than `--host-memory` or than the machine has.
     """
-    if isinstance(device, HostDevice):
+    if isinstance(device, HostDevice) or (options.still and options.replay is None):
         return tier
     if options.pageable:
         logger.warning(
