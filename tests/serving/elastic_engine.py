@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pagedweight.core.policy import Policy
 from pagedweight.core.policy_file import save_policy
@@ -52,10 +53,9 @@ class Engine:
         self.llm = LLM(
             str(path),
             max_model_len=512,
-            max_num_seqs=64,
             kv_cache_memory_bytes=memory,
             enable_prefix_caching=False,
-            **(ON_CPU if engine is None else engine),
+            **{"max_num_seqs": 64, **(ON_CPU if engine is None else engine)},
             additional_config=options.additional_config(),
         )
         core = self.llm.llm_engine.engine_core.engine_core
@@ -104,6 +104,11 @@ class Engine:
             if each is not None:
                 each()
         return done
+
+    def quiet(self) -> None:
+        """What was submitted has finished."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def check(self) -> None:
         """Memory, page table, kernel table and vLLM's block pool agree."""

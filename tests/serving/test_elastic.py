@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,81 +63,13 @@ def inside_an_abandoned_burst_gives_everything_back(engine):
 
 
 def inside_random_transitions_equal_their_serial_replay(engine):
-    from pagedweight.runtime.granules import GranuleState
-    from pagedweight.runtime.messages import StepPlan
-    from pagedweight.runtime.trace import BitTrace
-    from pagedweight.serving.elastic.tracing import Replay
+    from chaos import differences, random_run, serial_run
 
     asked, length = prompts(3, 24, seed=3), 300
-    planner, controller = engine.control.controller._planner, engine.control.controller
-    start_bits, counters = engine.bits, engine.memory.counters
-    before = counters.rows_lowered + counters.rows_raised
-    controller._planner = chaos = RandomPlanner(engine, seed=5)
-    trace, last = BitTrace(), [np.zeros_like(start_bits)]
-    trace.record(0, last[0], start_bits)
-    last[0] = start_bits
-    original, steps = engine.worker.execute_model, [0]
-
-    def recorded(output):
-        plan = getattr(output, "pagedweight", None)
-        if plan is not None:
-            engine.memory.apply(plan)
-            output.pagedweight = None
-        if output.total_num_scheduled_tokens:
-            steps[0] += 1
-            trace.record(steps[0], last[0], engine.bits)
-            last[0] = engine.bits
-        engine.worker._plan = plan
-        return original(output)
-
-    engine.worker.execute_model = recorded
-    engine.add(asked, length)
-    random = list(engine.run(settle=False).values())
-    engine.worker.execute_model, controller._planner = original, planner
-    moved = counters.rows_lowered + counters.rows_raised - before
-    assert moved >= 10_000, (moved, chaos.asked, steps[0])
-
+    found = random_run(engine, asked, length, seed=5)
+    assert found.moved >= 10_000, (found.moved, found.steps)
     engine.run()
-    granules = controller.granules  # a replay lowers and raises whole steps: it needs some room
-    assert granules.give_back(10, engine.control.parking, controller.step_number) == 10
-    shrink = tuple(granules.having(GranuleState.SHRINKING))
-    engine.memory.apply(StepPlan(controller.step_number, shrink=shrink))
-    engine.control._replay = Replay(trace, engine.bits)
-    engine.control._model_steps = 0
-    engine.add(asked, length)
-    serial = list(engine.run().values())
-    engine.control._replay = None
-    assert random == serial
-
-
-class RandomPlanner:
-    """Sends random rows to random levels at every step, as far as memory allows."""
-
-    def __init__(self, engine, seed):
-        self.engine, self.rng, self.asked = engine, np.random.default_rng(seed), 0
-
-    def step(self, table, observation):
-        from pagedweight.core.planner import Plan
-
-        del observation
-        lower = bool(self.rng.integers(2))
-        free = np.flatnonzero(table.desired_bits == table.committed_bits)
-        rows = np.sort(self.rng.choice(free, min(128, len(free)), replace=False))
-        now = table.committed_bits[rows]
-        levels = table.sizes.levels
-        goal = self.rng.integers(levels[0], levels[-1] + 1, len(rows))
-        keep = goal < now if lower else goal > now
-        rows, now, goal = rows[keep], now[keep].astype(np.int32), goal[keep].astype(np.int32)
-        if not len(rows):
-            return Plan.none()
-        self.asked += len(rows)
-        delta = np.array(
-            [table.sizes.delta(r % 2, a, b) for r, a, b in zip(rows, now, goal, strict=True)]
-        )
-        kind = "offload" if lower else "reload"
-        return replace(
-            Plan.none("random"), kind=kind, rows=rows, from_bits=now, to_bits=goal, delta=delta
-        )
+    assert not differences(serial_run(engine, asked, length, found.trace, 10), found.tokens)
 
 
 def inside_faults_are_rolled_back_and_service_goes_on(engine):
@@ -184,8 +115,6 @@ def inside_the_null_block_is_never_counted(engine):
 
 
 CASES = [function for name, function in dict(globals()).items() if name.startswith("inside_")]
-# A replay moves the rank's rows behind the controller's back: nothing can come after it.
-CASES.sort(key=lambda function: "replay" in function.__name__)
 
 
 def _inside(path: Path, folder: Path) -> None:

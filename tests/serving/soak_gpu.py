@@ -1,0 +1,76 @@
+"""Random transitions on a GPU for a long time: no request lost, no token wrong.
+
+    python tests/serving/soak_gpu.py OUT FOLDER SECONDS REPORT.json
+
+OUT: a checkpoint that `gpu_cases.py` has made. Each round serves random requests while
+rows go to random levels at every step, serves them again with the same changes one after the
+other, and compares every token; then a burst moves memory between experts and KV, half of it given
+up on the way. Retired planes and granules are poisoned. The report is written after every round.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chaos import differences, random_run, serial_run
+from elastic_engine import prompts
+from gpu_cases import SPARE, GpuEngine, state_of
+
+from pagedweight.runtime.integrity import check_worker
+
+
+def soak(path: Path, folder: Path, seconds: float, report: Path) -> int:
+    """Requests lost and wrong, 0 when all is well."""
+    engine = GpuEngine(path, folder)
+    rng = np.random.default_rng(0)
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "rounds": 0, "faults": []}
+    found |= {"requests": 0, "lost": 0, "wrong": 0, "rows_moved_at_random": 0, "steps": 0}
+    begun = time.perf_counter()
+    try:
+        while time.perf_counter() - begun < seconds:
+            number = found["rounds"]
+            asked = prompts(int(rng.integers(4, 33)), int(rng.integers(16, 129)), seed=number)
+            length = int(rng.integers(100, 301))
+            random = random_run(engine, asked, length, seed=number, rows=int(rng.integers(8, 257)))
+            engine.settle()
+            serial = serial_run(engine, asked, length, random.trace, SPARE)
+            off = differences(random.tokens, serial)
+            engine.settle()
+            names = engine.add(prompts(128, 256, seed=1000 + number), int(rng.integers(60, 251)))
+            for _ in range(int(rng.integers(20, 120))):
+                engine.step()
+            given_up = set(rng.choice(names, 64, replace=False).tolist())
+            engine.llm.llm_engine.abort_request(sorted(given_up))
+            engine.settle()
+            check_worker(engine.memory, contents=number % 4 == 0)
+            found["rounds"] += 1
+            found["requests"] += 2 * len(asked) + len(names)
+            found["lost"] += sum(len(t) != length for t in (*random.tokens, *serial))
+            found["wrong"] += len(off)
+            found["faults"] += off
+            found["rows_moved_at_random"] += random.moved
+            found["steps"] += 2 * random.steps
+            _write(report, found, engine, begun)
+    except BaseException as error:
+        found["faults"].append(f"{type(error).__name__}: {error}")
+        print(state_of(engine), flush=True)
+        raise
+    finally:
+        _write(report, found, engine, begun)
+    return found["lost"] + found["wrong"]
+
+
+def _write(report: Path, found: dict[str, Any], engine: Any, begun: float) -> None:
+    counters = engine.memory.counters.as_dict()
+    now = {"seconds": round(time.perf_counter() - begun, 1), **found, "counters": counters}
+    report.write_text(json.dumps(now, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(soak(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4])))
