@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedweight.bench.client import Answer, check_clock
+from pagedweight.bench.contestants import Budget
 from pagedweight.bench.divergence import BitsAt, Written, mean_kl, traced_bits
 from pagedweight.bench.load import Lengths, Load, Phase, draw, python_topics
 from pagedweight.bench.plot import draw as draw_picture
@@ -119,7 +120,16 @@ def trial_of(checkpoint: Path, text: str) -> Trial:
         "and starts over.\n"
     )
     return Trial(
-        checkpoint, MEMORY, CROWD, "burst", tuple(asks), tuple(warm_up), POLICY, VLLM, WORK, True
+        checkpoint,
+        Budget(MEMORY),
+        CROWD,
+        "burst",
+        tuple(asks),
+        tuple(warm_up),
+        POLICY,
+        VLLM,
+        WORK,
+        True,
     )
 
 

@@ -7,8 +7,11 @@ import json
 import pytest
 
 from pagedweight.bench import pressure
+from pagedweight.bench.contestants import Budget
+from pagedweight.bench.models import model_config
 from pagedweight.bench.service import serve
 from pagedweight.errors import UserError
+from pagedweight.serving.elastic.gpu_budget import memory_within
 
 VLLM = (
     "--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager",
@@ -60,6 +63,8 @@ def test_bits_give_way_to_a_burst_and_nobody_is_lost(tiny_quantized, tmp_path, c
         (["--phases", "burst"], "NAME:SECONDS:RATE"),
         (["--prompt-tokens", "9-3"], "ranges such as 64-192"),
         (["--repeats", "0"], "--repeats is 0"),
+        (["--together", "0"], "--together is 0"),
+        (["--gpu-memory", "1GiB"], "give one of --memory and --gpu-memory"),
         (["--memory", "much"], "is not a size"),
     ],
 )
@@ -79,15 +84,41 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
         raise AssertionError("came up")
 
 
+def trial_at(folder, budget, **more):
+    return pressure.Trial(
+        folder, budget, pressure.WARM_UP, "a", (), (), folder / "p.json", ("--seed", "0"), folder,
+        **more,
+    )  # fmt: skip
+
+
 def test_policies_become_flags_of_serve(tmp_path):
-    trial = pressure.Trial(
-        tmp_path, 1 << 20, pressure.WARM_UP, "a", (), (), tmp_path / "p.json", (), tmp_path, True
-    )
-    common = ["--memory", "1048576", "--timeline"]
-    assert pressure.flags_of("static4", trial) == [
-        *common, str(tmp_path / "static4-0.jsonl"), "--bits", "4",
+    (tmp_path / "tokenizer.json").touch()
+    trial = trial_at(tmp_path, Budget(1 << 20), trace=True)
+    common = ["serve", str(tmp_path), "--memory", "1048576", "--timeline"]
+    assert pressure.command_of("static4", trial)[3:] == [
+        *common, str(tmp_path / "static4-0.jsonl"), "--bits", "4", "--", "--seed", "0",
     ]  # fmt: skip
-    assert pressure.flags_of("paged", trial, 2) == [
+    assert pressure.command_of("paged", trial, 2)[3:] == [
         *common, str(tmp_path / "paged-2.jsonl"), "--policy", str(tmp_path / "p.json"),
-        "--trace", str(tmp_path / "paged-2.trace"),
+        "--trace", str(tmp_path / "paged-2.trace"), "--", "--seed", "0",
     ]  # fmt: skip
+
+
+def test_vllms_own_model_gets_what_its_experts_leave_for_kv(tmp_path):
+    config = model_config("qwen1.5-moe")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+    gpu = 48 << 30
+    trial = trial_at(tmp_path, Budget(memory_within(config, (2, 3, 4, 5, 6), gpu, None), gpu))
+    left = {}
+    for name, bytes_a_weight in (("bf16", 2), ("marlin_int4", 0.515625)):
+        command = pressure.command_of(name, trial)
+        assert command[3:5] == ["serve", str(tmp_path / name)]
+        assert command[-3:] == ["--skip-tokenizer-init", "--seed", "0"]
+        left[name] = int(command[command.index("--kv-cache-memory-bytes") + 1])
+        weights = 24 * 60 * 3 * 2048 * 1408
+        assert left[name] == trial.budget.memory - int(weights * bytes_a_weight)
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        assert ("quantization_config" in written) == (name != "bf16")
+    assert "--gpu-memory" in pressure.command_of("paged", trial)
+    with pytest.raises(UserError, match="bf16: its experts take"):
+        pressure.command_of("bf16", trial_at(tmp_path, Budget(16 << 30)))

@@ -49,8 +49,8 @@ class Answer:
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
-def ask_all(url: str, model: Path, asks: Sequence[Ask]) -> list[Answer]:
-    """Send every request at its time, greedy and without an early end; wait for all answers."""
+def ask_all(url: str, model: Path, asks: Sequence[Ask], temperature: float = 0.0) -> list[Answer]:
+    """Send every request at its time, without an early end; wait for all answers."""
     with _quietly():
         from vllm.benchmarks.datasets import SampleRequest
         from vllm.benchmarks.serve import TaskType, benchmark
@@ -87,7 +87,7 @@ def ask_all(url: str, model: Path, asks: Sequence[Ask]) -> list[Answer]:
         max_concurrency=None,
         lora_modules=None,
         extra_headers=None,
-        extra_body={"temperature": 0},
+        extra_body={"temperature": temperature},
         ready_check_timeout_sec=0,
         self_timed=True,
     )
@@ -119,7 +119,15 @@ def answer_of(ask: Ask, found: dict[str, Any], number: int) -> Answer:
     return Answer(ask, sent, tuple(arrivals), tokens, found["generated_texts"][number], fault)
 
 
+def has_tokenizer(model: Path) -> bool:
+    """Whether a model folder has a tokenizer; random weights have none, and are asked in tokens."""
+    return any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def _tokenizer(model: Path) -> Any:
+    """None without one: the server then counts the tokens itself, and answers no text."""
+    if not has_tokenizer(model):
+        return None
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,8 @@ class Latency:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. Bits are means by weight of what kernels read, `mean` ones over time.
+    """One run. Bits are means by weight of what kernels read, `mean` ones over time; what only a
+    timeline says is None where there is none (vLLM's own models).
 
     lost:             requests with an error, or with more or fewer tokens than asked for.
     preemptions:      vLLM's own counter. above_floor: those of them that came although bits had
@@ -54,21 +56,21 @@ class Outcome:
     requests: int
     lost: int
     preemptions: int
-    above_floor: int
-    mean_bits: float
-    lowest_bits: float
-    start_bits: float
-    peak_mean_bits: float
-    mean_damage: float
+    above_floor: int | None
+    mean_bits: float | None
+    lowest_bits: float | None
+    start_bits: float | None
+    peak_mean_bits: float | None
+    mean_damage: float | None
     tokens_per_s: float
     peak_tokens_per_s: float
     peak_s: float
     bits_back_s: float | None
-    kv_blocks_start: int
-    kv_blocks_most: int
-    most_running: int
-    copied_bytes: int
-    rollbacks: int
+    kv_blocks_start: int | None
+    kv_blocks_most: int | None
+    most_running: int | None
+    copied_bytes: int | None
+    rollbacks: int | None
     all: Latency
     peak: Latency
 
@@ -117,7 +119,7 @@ def preempted_above_floor(timeline: Timeline) -> int:
 
 
 def outcome(
-    load: Load, peak: str, answers: Sequence[Answer], timeline: Timeline, preemptions: int
+    load: Load, peak: str, answers: Sequence[Answer], timeline: Timeline | None, preemptions: int
 ) -> Outcome:
     """The row of a run. ValueError when nothing was answered in the peak phase."""
     begin = answers[0].sent - answers[0].ask.at
@@ -125,28 +127,44 @@ def outcome(
     peak_start = begin + load.span(peak)[0]
     of_peak = [answer for answer in answers if answer.ask.phase == peak]
     peak_answered = max(answer.arrivals[-1] for answer in of_peak)
-    bits, usable = timeline.column("bits"), timeline.column("kv_usable")
     tokens = sum(answer.tokens for answer in answers if not answer.fault)
     in_peak = tokens_between(answers, peak_start, peak_answered)
     return Outcome(
         requests=len(answers),
         lost=sum(bool(answer.fault) for answer in answers),
         preemptions=preemptions,
-        above_floor=preempted_above_floor(timeline),
-        mean_bits=round(time_mean(timeline, "bits", begin, last), 3),
-        lowest_bits=float(bits.min()),
-        start_bits=float(bits[0]),
-        peak_mean_bits=round(time_mean(timeline, "bits", peak_start, peak_answered), 3),
-        mean_damage=float(f"{time_mean(timeline, 'damage', begin, last):.4g}"),
         tokens_per_s=round(tokens / (last - begin), 1),
         peak_tokens_per_s=round(in_peak / (peak_answered - peak_start), 1),
         peak_s=round(peak_answered - peak_start, 2),
-        bits_back_s=back_after(timeline, peak_answered),
-        kv_blocks_start=int(usable[0]),
-        kv_blocks_most=int(usable.max()),
-        most_running=int(timeline.column("running").max()),
-        copied_bytes=timeline.samples[-1].copied_bytes,
-        rollbacks=timeline.samples[-1].rollbacks,
         all=Latency.of(answers),
         peak=Latency.of(of_peak),
+        **_of_timeline(timeline, (begin, last), (peak_start, peak_answered)),
     )
+
+
+_Span = tuple[float, float]
+_ONLY_TIMELINE = (
+    "above_floor", "mean_bits", "lowest_bits", "start_bits", "peak_mean_bits", "mean_damage",
+    "bits_back_s", "kv_blocks_start", "kv_blocks_most", "most_running", "copied_bytes", "rollbacks",
+)  # fmt: skip
+
+
+def _of_timeline(timeline: Timeline | None, whole: _Span, peak: _Span) -> dict[str, Any]:
+    """Fields of `Outcome` from `whole` and `peak`, monotonic times from and to."""
+    if timeline is None:
+        return dict.fromkeys(_ONLY_TIMELINE)
+    bits, usable = timeline.column("bits"), timeline.column("kv_usable")
+    return {
+        "above_floor": preempted_above_floor(timeline),
+        "mean_bits": round(time_mean(timeline, "bits", *whole), 3),
+        "lowest_bits": float(bits.min()),
+        "start_bits": float(bits[0]),
+        "peak_mean_bits": round(time_mean(timeline, "bits", *peak), 3),
+        "mean_damage": float(f"{time_mean(timeline, 'damage', *whole):.4g}"),
+        "bits_back_s": back_after(timeline, peak[1]),
+        "kv_blocks_start": int(usable[0]),
+        "kv_blocks_most": int(usable.max()),
+        "most_running": int(timeline.column("running").max()),
+        "copied_bytes": timeline.samples[-1].copied_bytes,
+        "rollbacks": timeline.samples[-1].rollbacks,
+    }

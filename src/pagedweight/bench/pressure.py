@@ -1,11 +1,15 @@
 """What do requests and quality pay when a load outgrows the memory, at fixed and at paged bits?
 
     pagedweight bench pressure OUT --memory 20MiB -- --block-size 32 --max-model-len 512
+    pagedweight bench pressure OUT --gpu-memory 24GiB --together 3 --policies paged static3 bf16
 
 A load that rises and falls is sent to real servers, one after the other, that serve the same
-checkpoint in the same budget: fixed bits (the KV cache gets the rest) and paged. Every answer must
-be whole. Order changes from repeat to repeat, since a machine is not always equally quick.
-Everything after `--` goes to vLLM. Writes JSON.
+checkpoint in the same budget: fixed bits (the KV cache gets the rest) and paged; vLLM's own models
+of the same shape beside them. Every answer must be whole. Order changes from repeat to repeat,
+since a machine is not always equally quick. Everything after `--` goes to vLLM. Writes JSON.
+
+A checkpoint without a tokenizer (`bench synthetic`) is asked in random tokens, and tokens are
+sampled at temperature 1: a random model that repeats one token would route all alike.
 """
 
 from __future__ import annotations
@@ -17,15 +21,20 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pagedweight.bench.client import Answer, ask_all, check_clock
+import numpy as np
+
+from pagedweight.bench.client import Answer, ask_all, check_clock, has_tokenizer
+from pagedweight.bench.contestants import Budget, budget_of, check_name, own_flags, peer
+from pagedweight.bench.decode import PEERS
 from pagedweight.bench.load import Ask, Load, Phase, draw, parse_lengths, python_topics
 from pagedweight.bench.outcome import Outcome, outcome
-from pagedweight.bench.service import serve
+from pagedweight.bench.service import Server, Service, own_command
 from pagedweight.calibrate.text import read_text, tokenize
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import Timeline
@@ -37,6 +46,9 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 WARM_UP = Load((Phase("warm-up", 4.0, 1.5),), (64, 64), (16, 16), seed=1)
 SETTLE_SECONDS = 2.0
 CHANGES_SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ATTENTION_BACKEND")
+RANDOM_TOKENS = 1 << 16
+BARE = ("--skip-tokenizer-init", "--load-format", "dummy")
+"""For random weights: no text, and what is no routed expert alike in all, as vLLM fills it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Trial:
     writes down which rows had which bits."""
 
     checkpoint: Path
-    memory: int
+    budget: Budget
     load: Load
     peak: str
     asks: tuple[Ask, ...]
@@ -62,52 +74,109 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """One server under the load: what it did, every answer, and its timeline."""
+    """One server under the load: what it did, every answer, and its timeline (vLLM's own models
+    have none)."""
 
     name: str
     start_seconds: float
     outcome: Outcome
     answers: tuple[Answer, ...]
-    timeline: Timeline
+    timeline: Timeline | None
 
 
-def flags_of(name: str, trial: Trial, number: int = 0) -> list[str]:
-    """Flags of `pagedweight serve` for "paged" or "staticB". Raises UserError."""
+def command_of(name: str, trial: Trial, number: int = 0) -> list[str]:
+    """What starts the server of a policy. Raises UserError."""
+    check_name(name)
+    bare = () if has_tokenizer(trial.checkpoint) else BARE
+    if name in PEERS:
+        flags = [*bare[:1], *trial.vllm]
+        return peer(name, trial.checkpoint, trial.budget, trial.folder, flags)
+    trace = trial.path(name, number, ".trace") if trial.trace else None
     timeline = trial.path(name, number, ".jsonl")
-    flags = ["--memory", str(trial.memory), "--timeline", str(timeline)]
-    if name == "paged":
-        policy = ["--policy", str(trial.policy)] if trial.policy else []
-        trace = ["--trace", str(trial.path(name, number, ".trace"))] if trial.trace else []
-        return [*flags, *policy, *trace]
-    if name.startswith("static") and name[6:].isdigit():
-        return [*flags, "--bits", name[6:]]
-    raise UserError(f"policy {name!r} is neither paged nor static and a number, as static6")
+    flags = own_flags(name, trial.budget, timeline, trial.policy, trace)
+    return own_command(trial.checkpoint, flags, [*bare, *trial.vllm])
 
 
 def run(name: str, trial: Trial, number: int = 0) -> Run:
     """Start a server, warm it up, send the load, let it settle, end it. Raises UserError."""
-    log = trial.path(name, number, ".log")
-    with serve(trial.checkpoint, log, flags_of(name, trial, number), trial.vllm) as service:
-        ask_all(service.url, trial.checkpoint, trial.warm_up)
-        before = service.counter(PREEMPTIONS)
-        answers = ask_all(service.url, trial.checkpoint, trial.asks)
-        time.sleep(SETTLE_SECONDS)
-        preemptions = int(service.counter(PREEMPTIONS) - before)
-    timeline = Timeline.load(trial.path(name, number, ".jsonl"))
+    server = Server(command_of(name, trial, number), trial.path(name, number, ".log"))
+    try:
+        service = server.ready()
+        _ask(service, name, trial, trial.warm_up)
+        answers, preemptions = _measure(service, name, trial)
+    finally:
+        server.end()
+    return _run_of(name, trial, number, service, answers, preemptions)
+
+
+def _ask(service: Service, name: str, trial: Trial, asks: Sequence[Ask]) -> list[Answer]:
+    model = trial.folder / name if name in PEERS else trial.checkpoint
+    temperature = 0.0 if has_tokenizer(trial.checkpoint) else 1.0
+    return ask_all(service.url, model, asks, temperature)
+
+
+def _measure(service: Service, name: str, trial: Trial) -> tuple[list[Answer], int]:
+    """Answers to the load, and how many requests vLLM preempted."""
+    before = service.counter(PREEMPTIONS)
+    answers = _ask(service, name, trial, trial.asks)
+    time.sleep(SETTLE_SECONDS)
+    return answers, int(service.counter(PREEMPTIONS) - before)
+
+
+def _run_of(
+    name: str,
+    trial: Trial,
+    number: int,
+    service: Service,
+    answers: list[Answer],
+    preemptions: int,
+) -> Run:
+    timeline = None if name in PEERS else Timeline.load(trial.path(name, number, ".jsonl"))
     found = outcome(trial.load, trial.peak, answers, timeline, preemptions)
     return Run(name, round(service.start_seconds, 1), found, tuple(answers), timeline)
 
 
+def run_together(names: Sequence[str], trial: Trial, number: int = 0) -> Iterator[Run]:
+    """Start the servers of `names` side by side, then send the load to one after the other while
+    the rest stand still. A server that fails is said to have, and the others go on."""
+    with ExitStack() as stack:
+        servers = {}
+        for name in names:
+            log = trial.path(name, number, ".log")
+            servers[name] = Server(command_of(name, trial, number), log)
+            stack.callback(servers[name].end)
+        ready = {}
+        for name, server in servers.items():
+            try:
+                ready[name] = server.ready()
+                _ask(ready[name], name, trial, trial.warm_up)
+            except UserError as error:
+                ready.pop(name, None)
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+        for name, service in ready.items():
+            answers, preemptions = _measure(service, name, trial)
+            servers[name].end()
+            yield _run_of(name, trial, number, service, answers, preemptions)
+
+
 def run_all(
-    trial: Trial, names: Sequence[str], repeats: int, told: Callable[[Run], None]
+    trial: Trial,
+    names: Sequence[str],
+    repeats: int,
+    told: Callable[[Run], None],
+    together: int = 1,
 ) -> list[Run]:
     """Every policy `repeats` times, in turned order; `told` hears of each."""
     runs = []
     for repeat in range(repeats):
         shift = repeat % len(names)
-        for name in [*names[shift:], *names[:shift]]:
-            runs.append(run(name, trial, repeat))
-            told(runs[-1])
+        turned = [*names[shift:], *names[:shift]]
+        for first in range(0, len(turned), together):
+            part = turned[first : first + together]
+            found = run_together(part, trial, repeat) if together > 1 else None
+            for done in found or (run(name, trial, repeat) for name in part):
+                runs.append(done)
+                told(done)
     return runs
 
 
@@ -122,7 +191,8 @@ def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[st
         "environment": {n: v for n, v in os.environ.items() if n in CHANGES_SPEED},
         "machine": machine() | {"load_after": round(os.getloadavg()[0], 1)},
         "checkpoint": trial.checkpoint.name,
-        "memory_bytes": trial.memory,
+        "memory_bytes": trial.budget.memory,
+        "gpu_memory_bytes": trial.budget.gpu or None,
         "load": {
             "seed": load.seed,
             "phases": [asdict(phase) for phase in load.phases],
@@ -140,7 +210,7 @@ def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[st
 
 
 HEAD = (
-    f"{'policy':9}{'lost':>6}{'preempted':>11}{'bits':>7}{'lowest':>8}{'tokens/s':>10}"
+    f"{'policy':12}{'lost':>6}{'preempted':>11}{'bits':>7}{'lowest':>8}{'tokens/s':>10}"
     f"{'in peak':>9}{'TTFT p50':>10}{'p99':>8}{'ITL p50':>9}{'p99':>7}{'bits back':>11}"
 )
 
@@ -148,11 +218,14 @@ HEAD = (
 def line(run: Run) -> str:
     """A run as a line under HEAD."""
     of = run.outcome
-    back = "never" if of.bits_back_s is None else f"{of.bits_back_s:.1f} s"
+    bits, back = f"{'-':>7}{'-':>8}", "-"
+    if run.timeline is not None:
+        bits = f"{of.mean_bits:7.2f}{of.lowest_bits:8.2f}"
+        back = "never" if of.bits_back_s is None else f"{of.bits_back_s:.1f} s"
     return (
-        f"{run.name:9}{of.lost:6}{of.preemptions:11}{of.mean_bits:7.2f}{of.lowest_bits:8.2f}"
+        f"{run.name:12}{of.lost:6}{of.preemptions:11}{bits}"
         f"{of.tokens_per_s:10.0f}{of.peak_tokens_per_s:9.0f}{of.all.ttft_p50:10.0f}"
-        f"{of.all.ttft_p99:8.0f}{of.all.itl_p50:9.0f}{of.all.itl_p99:7.0f}{back:>11}"
+        f"{of.all.ttft_p99:8.0f}{of.all.itl_p50:9.1f}{of.all.itl_p99:7.1f}{back:>11}"
     )
 
 
@@ -164,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="OUT", help="a quantized checkpoint")
-    add("--memory", required=True, help="for routed experts and KV cache together")
+    add("--memory", help="for routed experts and KV cache together")
+    add("--gpu-memory", help="for everything on the GPU: weights, KV, activations, graphs")
     add("--policies", nargs="+", default=POLICIES, help=f"default: {' '.join(POLICIES)}")
     add("--policy", type=Path, help="policy file of paged")
     add("--phases", nargs="+", default=PHASES, help="NAME:SECONDS:RATE[:PROMPT[:OUTPUT]]")
@@ -174,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--text", help="where prompts come from (default: the texts of Python's help())")
     add("--seed", type=int, default=0)
     add("--repeats", type=int, default=1)
+    add("--together", type=int, default=1, help="servers to start side by side")
     add("--keep", type=Path, help="folder for timelines and logs (default: they go)")
     add("--output", type=Path, default=Path("benchmarks/results/pressure_cpu.json"))
     return parser
@@ -187,11 +262,11 @@ def trial_of(options: argparse.Namespace, vllm: Sequence[str], folder: Path) -> 
         raise UserError("--prompt-tokens and --output-tokens are ranges such as 64-192") from None
     load = Load(tuple(Phase.parse(text) for text in options.phases), *lengths, options.seed)
     load.span(options.peak)
-    text = read_text(options.text)[0] if options.text else python_topics()
-    stream, _ = tokenize(text, options.checkpoint)
+    stream = _stream(options)
+    sizes = [t and parse_bytes(t) for t in (options.memory, options.gpu_memory)]
     trial = Trial(
         options.checkpoint,
-        parse_bytes(options.memory),
+        budget_of(options.checkpoint, *sizes),
         load,
         options.peak,
         tuple(draw(load, stream)),
@@ -201,8 +276,19 @@ def trial_of(options: argparse.Namespace, vllm: Sequence[str], folder: Path) -> 
         folder,
     )
     for name in options.policies:
-        flags_of(name, trial)
+        command_of(name, trial)
     return trial
+
+
+def _stream(options: argparse.Namespace) -> list[int]:
+    """Tokens that prompts are cut from."""
+    if not has_tokenizer(options.checkpoint):
+        config = json.loads((options.checkpoint / "config.json").read_text())
+        rng = np.random.default_rng(options.seed)
+        drawn: list[int] = rng.integers(0, config["vocab_size"], RANDOM_TOKENS).tolist()
+        return drawn
+    text = read_text(options.text)[0] if options.text else python_topics()
+    return tokenize(text, options.checkpoint)[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -210,21 +296,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     split = given.index("--") if "--" in given else len(given)
     options = _parser().parse_args(given[:split])
     check_clock()
-    if options.repeats < 1:
-        raise UserError(f"--repeats is {options.repeats}; give at least 1")
+    for name in ("repeats", "together"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}; give at least 1")
+    from pagedweight.bench.record import write_record
+
+    own = [Path(word).name if word.startswith("/") else word for word in given]
+    shown, runs = ["pagedweight", "bench", "pressure", *own], []
     with tempfile.TemporaryDirectory() as folder:
         kept = options.keep or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)
         trial = trial_of(options, given[split + 1 :], kept)
         print(f"{len(trial.asks)} requests in {trial.load.seconds:.0f} s\n{HEAD}", flush=True)
-        runs = run_all(
-            trial, options.policies, options.repeats, lambda r: print(line(r), flush=True)
-        )
-    from pagedweight.bench.record import write_record
 
-    own = [Path(word).name if word.startswith("/") else word for word in given]
-    shown = ["pagedweight", "bench", "pressure", *own]
-    write_record(options.output, record(trial, runs, shown))
+        def told(done: Run) -> None:
+            """Written as they come: a long measurement may be cut short."""
+            runs.append(done)
+            print(line(done), flush=True)
+            write_record(options.output, record(trial, runs, shown))
+
+        run_all(trial, options.policies, options.repeats, told, options.together)
     lost = [run.name for run in runs if run.outcome.lost]
     if lost:
         faults = {a.fault for run in runs for a in run.answers if a.fault}

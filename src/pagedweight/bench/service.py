@@ -40,30 +40,55 @@ class Service:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
+class Server:
+    """A server process; it starts at once, `ready` waits for it and `end` ends it.
+
+    Everything it writes goes to `log`. In a session of its own, so that all its processes end.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        """`command` without a host and a port, which are added."""
+        port = _free_port()
+        self._url, self._log, self._start = f"http://127.0.0.1:{port}", log, time.monotonic()
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **KEEP_ALIVE},
+                start_new_session=True,
+            )
+
+    def ready(self) -> Service:
+        """Once it answers. Raises UserError with its last lines when it does not come up."""
+        _wait(self._process, self._url, self._log)
+        return Service(self._url, time.monotonic() - self._start)
+
+    def end(self) -> None:
+        _end(self._process)
+
+
+def own_command(path: Path, ours: Sequence[str], vllm: Sequence[str]) -> list[str]:
+    """`pagedweight serve` on the checkpoint `path`; `ours` are its flags, `vllm` vLLM's."""
+    return [sys.executable, "-m", "pagedweight.cli.main", "serve", str(path), *ours, "--", *vllm]
+
+
+def stock_command(path: Path, vllm: Sequence[str]) -> list[str]:
+    """vLLM's own server on the model folder `path`."""
+    return [sys.executable, "-m", "pagedweight.serving.vllm_cli", "serve", str(path), *vllm]
+
+
 @contextmanager
 def serve(path: Path, log: Path, ours: Sequence[str], vllm: Sequence[str]) -> Iterator[Service]:
-    """Serve the checkpoint `path`; `ours` are flags of `pagedweight serve`, `vllm` vLLM's.
+    """Serve the checkpoint `path` by `own_command`, and end the server on leaving.
 
-    Everything it writes goes to `log`. Raises UserError with its last lines when it does not come
-    up. Ends the server, and all its processes, on leaving.
+    Raises UserError with its last lines when it does not come up.
     """
-    port, start = _free_port(), time.monotonic()
-    command = [sys.executable, "-m", "pagedweight.cli.main", "serve", str(path), *ours]
-    flags = ["--host", "127.0.0.1", "--port", str(port), *vllm]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--", *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **KEEP_ALIVE},
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait(process, url, log)
-            yield Service(url, time.monotonic() - start)
-        finally:
-            _end(process)
+    server = Server(own_command(path, ours, vllm), log)
+    try:
+        yield server.ready()
+    finally:
+        server.end()
 
 
 def _free_port() -> int:
