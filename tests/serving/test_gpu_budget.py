@@ -6,6 +6,7 @@ import pytest
 
 from pagedweight.errors import UserError
 from pagedweight.memory.host import SMALL_PAGE
+from pagedweight.serving import launch
 from pagedweight.serving.elastic import backend
 from pagedweight.serving.elastic.control import dispatch_config
 from pagedweight.serving.elastic.gpu_budget import memory_within, utilization
@@ -93,3 +94,27 @@ def test_options_for_a_gpu_need_a_budget():
         with pytest.raises(UserError, match=f"only means something together with {needs}"):
             ServeOptions(**given)
     assert ServeOptions(gpu_memory=GIB, gpu_reserve=1, pageable=True).budgeted
+
+
+@pytest.mark.parametrize(
+    "options, rest, share",
+    [
+        (ServeOptions(memory=14 * GIB), [], ["--gpu-memory-utilization", "0.1000"]),
+        (
+            ServeOptions(memory=9 * GIB, gpu_memory=70 * GIB),
+            [],
+            ["--gpu-memory-utilization", "0.5000"],
+        ),
+        (ServeOptions(memory=14 * GIB), ["--gpu-memory-utilization=0.3"], []),
+        (ServeOptions(memory=200 * GIB), [], ["--gpu-memory-utilization", "1.0000"]),
+    ],
+)
+def test_vllms_check_of_free_memory_is_of_this_budget(monkeypatch, options, rest, share):
+    from types import SimpleNamespace
+
+    found = SimpleNamespace(total_memory=140 * GIB)
+    monkeypatch.setattr(launch, "on_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: found)
+    assert launch._share(options, rest) == share
+    monkeypatch.setattr(launch, "on_gpu", lambda: False)
+    assert launch._share(options, rest) == []

@@ -70,10 +70,19 @@ def _classes(checkpoint: Checkpoint, options: ServeOptions, rest: list[str]) -> 
         BitTrace.load(options.replay)
     context = plan_context(checkpoint, options, number(rest, "--tensor-parallel-size", "-tp"))
     check_memory(context, options, fixed_bits(checkpoint, options))
-    # vLLM's own start-up check of free memory is about its share of the machine, not our budget.
-    kv = ["--kv-cache-memory-bytes", str(options.memory)]
+    kv = ["--kv-cache-memory-bytes", str(options.memory), *_share(options, rest)]
     scheduler, worker = elastic_classes(rest)
     return ["--scheduler-cls", scheduler, "--worker-cls", worker, *kv]
+
+
+def _share(options: ServeOptions, rest: Sequence[str]) -> list[str]:
+    """vLLM's start-up check of free memory made one of this budget, unless the user gave a share:
+    its default asks for 92% of the GPU, whatever else runs there."""
+    if not on_gpu() or has(rest, "--gpu-memory-utilization"):
+        return []
+    wanted = options.gpu_memory or options.memory or 0
+    share = wanted / torch.cuda.get_device_properties(0).total_memory
+    return ["--gpu-memory-utilization", f"{min(1.0, max(0.0001, share)):.4f}"]
 
 
 def elastic_classes(arguments: Sequence[str] = ()) -> tuple[str, str]:
