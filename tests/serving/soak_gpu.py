@@ -45,7 +45,7 @@ def soak(path: Path, folder: Path, seconds: float, report: Path) -> int:
             names = engine.add(prompts(128, 256, seed=1000 + number), int(rng.integers(60, 251)))
             for _ in range(int(rng.integers(20, 120))):
                 engine.step()
-            given_up = set(rng.choice(names, 64, replace=False).tolist())
+            given_up = set(rng.choice(names, len(names) // 2, replace=False).tolist())
             engine.llm.llm_engine.abort_request(sorted(given_up))
             engine.settle()
             check_worker(engine.memory, contents=number % 4 == 0)

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ from pagedweight.bench.client import Answer, ask_all, check_clock, has_tokenizer
 from pagedweight.bench.contestants import Budget, budget_of, check_name, own_flags, peer
 from pagedweight.bench.decode import PEERS
 from pagedweight.bench.load import Ask, Load, Phase, draw, parse_lengths, python_topics
-from pagedweight.bench.outcome import Outcome, outcome
+from pagedweight.bench.outcome import BACK, Outcome, outcome
 from pagedweight.bench.service import Server, Service, own_command
 from pagedweight.calibrate.text import read_text, tokenize
 from pagedweight.errors import UserError
@@ -44,7 +45,8 @@ PHASES = ("calm:6:1", "burst:6:16", "calm:10:1")
 POLICIES = ("static6", "static4", "static3", "paged")
 PREEMPTIONS = "vllm:num_preemptions_total"
 WARM_UP = Load((Phase("warm-up", 4.0, 1.5),), (64, 64), (16, 16), seed=1)
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS, MOST_SETTLE_SECONDS = 2.0, 12.0
+"""After the load: always, and while bits are not back."""
 CHANGES_SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ATTENTION_BACKEND")
 RANDOM_TOKENS = 1 << 16
 BARE = ("--skip-tokenizer-init", "--load-format", "dummy")
@@ -103,7 +105,7 @@ def run(name: str, trial: Trial, number: int = 0) -> Run:
     try:
         service = server.ready()
         _ask(service, name, trial, trial.warm_up)
-        answers, preemptions = _measure(service, name, trial)
+        answers, preemptions = _measure(service, name, trial, number)
     finally:
         server.end()
     return _run_of(name, trial, number, service, answers, preemptions)
@@ -115,11 +117,17 @@ def _ask(service: Service, name: str, trial: Trial, asks: Sequence[Ask]) -> list
     return ask_all(service.url, model, asks, temperature)
 
 
-def _measure(service: Service, name: str, trial: Trial) -> tuple[list[Answer], int]:
+def _measure(service: Service, name: str, trial: Trial, number: int) -> tuple[list[Answer], int]:
     """Answers to the load, and how many requests vLLM preempted."""
     before = service.counter(PREEMPTIONS)
     answers = _ask(service, name, trial, trial.asks)
+    end = time.monotonic() + MOST_SETTLE_SECONDS
     time.sleep(SETTLE_SECONDS)
+    while name == "paged" and time.monotonic() < end:
+        bits = Timeline.load(trial.path(name, number, ".jsonl")).column("bits")
+        if bits[-1] >= bits[0] - BACK:
+            break
+        time.sleep(0.5)
     return answers, int(service.counter(PREEMPTIONS) - before)
 
 
@@ -154,9 +162,10 @@ def run_together(names: Sequence[str], trial: Trial, number: int = 0) -> Iterato
                 ready.pop(name, None)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
         for name, service in ready.items():
-            answers, preemptions = _measure(service, name, trial)
-            servers[name].end()
+            answers, preemptions = _measure(service, name, trial, number)
             yield _run_of(name, trial, number, service, answers, preemptions)
+        for server in servers.values():
+            server.stop()
 
 
 def run_all(
@@ -296,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     split = given.index("--") if "--" in given else len(given)
     options = _parser().parse_args(given[:split])
     check_clock()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers end too
     for name in ("repeats", "together"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)}; give at least 1")

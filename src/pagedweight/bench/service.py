@@ -64,6 +64,11 @@ class Server:
         _wait(self._process, self._url, self._log)
         return Service(self._url, time.monotonic() - self._start)
 
+    def stop(self) -> None:
+        """Ask it to end, without waiting."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGINT)
+
     def end(self) -> None:
         _end(self._process)
 
