@@ -59,10 +59,10 @@ def study(tmp_path_factory):
     return found
 
 
-def score(study, tokens, names=("paged",), bits="3.5b", replan=None, seats=8):
+def score(study, tokens, names=("paged",), bits="3.5b", replan=None, seats=8, seconds=float("inf")):
     lanes = [study.lane(name, study.budget(bits), "") for name in names]
     spies = [Lane(lane.name, Spy(lane.policy), lane.calibration, 1.0) for lane in lanes]
-    options = StreamOptions(study.checkpoint.top_k, replan, seats)
+    options = StreamOptions(study.checkpoint.top_k, replan, seats, seconds)
     scores = score_stream(study.fleet, spies, tokens, study.sizes, options, lambda *_: None)
     return scores, spies
 
@@ -152,6 +152,16 @@ def test_what_is_held_is_what_the_assignments_cost(study):
     assert 0 <= budget - uniform.resident.max() < study.sizes.delta(0, 4, 3)
     assert dynamic.read.mean() == pytest.approx(budget, abs=1)
     assert dynamic.resident.mean() > budget
+
+
+def test_when_time_is_up_the_windows_so_far_are_the_scores(study):
+    """One window always; a score does not depend on how many follow."""
+    tokens = windows(5, 3)
+    whole, _ = score(study, tokens)
+    cut, _ = score(study, tokens, seconds=0.0)
+    assert len(cut.base_nll) == len(cut.held[0].bits) == 1
+    assert cut.kl.shape == cut.nll.shape == (1, 1)
+    assert cut.kl[0, 0] == whole.kl[0, 0]
 
 
 def test_make_policy_is_what_lanes_run(study):

@@ -39,7 +39,7 @@ Key = tuple[str, int, str]
 
 def measure(study: Study, budgets: Sequence[str], ablated: Sequence[str]) -> Arrays:
     """Every policy at every budget and every configuration at those of `ablated`, text by text."""
-    found: Arrays = {"setting": np.array(json.dumps(setting(study)))}
+    found: Arrays = {}
     parts = {k: v for k, v in configurations(study.policy).items() if k != WHOLE}
     for text in study.tokens:
         keys: list[Key] = [(text, study.budget(b), p) for b in budgets for p in CANDIDATES]
@@ -60,6 +60,10 @@ def measure(study: Study, budgets: Sequence[str], ablated: Sequence[str]) -> Arr
         for (_, size, name), cell in zip(keys, cells_of(scores), strict=True):
             for field in FIELDS:
                 found[f"{text}|{size}|{name}|{field}"] = np.asarray(getattr(cell, field))
+    told = setting(study)
+    for text in study.tokens:
+        told["texts"][text][0] = len(found[f"{text}|{BASE}"])
+    found["setting"] = np.array(json.dumps(told))
     return found
 
 
@@ -112,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seats", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="a text; then it ends")
     options = parser.parse_args(arguments)
     try:
         if options.merge:
@@ -137,6 +142,7 @@ def _measure(options: argparse.Namespace) -> None:
             device=options.device,
             dtype=options.dtype,
             seats=options.seats,
+            seconds=options.seconds,
             oracle_windows=options.oracle_windows,
         )
     )

@@ -8,6 +8,7 @@ chosen after the piece before it, over KV computed at the bits of its own time: 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,11 +32,12 @@ _ELEMENTS = 1 << 25
 @dataclass(frozen=True)
 class StreamOptions:
     """top_k: of the router. prior_tokens: of the policy. replan_tokens: tokens of a piece; None:
-    the whole window. seats: how many models run side by side."""
+    the whole window. seats: how many models run side by side. seconds: no window begins later."""
 
     top_k: int
     replan_tokens: int | None = None
     seats: int = 8
+    seconds: float = float("inf")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,10 @@ class Held:
     resident: Floats
     read: Floats
     bits: Floats
+
+    def first(self, count: int) -> Held:
+        """The first windows' alone."""
+        return Held(self.resident[:count], self.read[:count], self.bits[:count])
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +87,17 @@ def score_stream(
     options: StreamOptions,
     progress: Progress,
 ) -> StreamScores:
-    """Run windows [n, W] of one text through the source and every lane."""
-    count = len(tokens)
+    """Run windows [n, W] of one text through the source and every lane.
+
+    Scores have fewer than n windows, the first ones, when `options.seconds` ended before.
+    """
+    count, end = len(tokens), time.monotonic() + options.seconds
     runners = [_Runner(lane, sizes, options.top_k, count) for lane in lanes]
     base_nll = np.empty(count)
     for number, window in enumerate(tokens):
+        if number and time.monotonic() > end:
+            count = number
+            break
         truth: list[torch.Tensor] = []
         groups = [runners[i : i + options.seats] for i in range(0, len(runners), options.seats)]
         for at, group in enumerate(groups or [[]]):
@@ -96,10 +108,10 @@ def score_stream(
             runner.end_window(number, len(window) - 1)
         progress(number + 1, count)
     return StreamScores(
-        base_nll,
-        np.array([runner.nll for runner in runners]).reshape(-1, count),
-        np.array([runner.kl for runner in runners]).reshape(-1, count),
-        [runner.held for runner in runners],
+        base_nll[:count],
+        np.array([runner.nll[:count] for runner in runners]).reshape(-1, count),
+        np.array([runner.kl[:count] for runner in runners]).reshape(-1, count),
+        [runner.held.first(count) for runner in runners],
         [runner.plans for runner in runners],
     )
 

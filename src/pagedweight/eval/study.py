@@ -19,7 +19,7 @@ from pagedweight.core.policies import Load, PagedPolicy, make_policy
 from pagedweight.core.policy import Policy
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
-from pagedweight.eval.budget import parse_budget, uniform_bytes
+from pagedweight.serving.expert_budget import parse_budget, uniform_bytes
 from pagedweight.eval.fleet import Fleet
 from pagedweight.eval.pressure import bits_of_windows, load_pressure
 from pagedweight.eval.reference import load_plain
@@ -41,7 +41,8 @@ class StudyOptions:
     """What is studied, and how.
 
     texts: (name, windows) each. policy: policy file. load, replan_tokens: what paged is put under.
-    pressure: timeline whose bits paged follows, window by window.
+    pressure: timeline whose bits paged follows, window by window. seconds: of a text, after which
+    no window begins.
     seats: models side by side. oracle_windows: of a text, for its own sensitivities.
     """
 
@@ -57,6 +58,7 @@ class StudyOptions:
     seed: int = 0
     oracle_windows: int = 16
     pressure: Path | None = None
+    seconds: float = float("inf")
 
 
 class Study:
@@ -116,7 +118,10 @@ class Study:
     def score(self, text: str, lanes: Sequence[Lane], progress: Progress) -> StreamScores:
         """Run all windows of a text through the source and every lane."""
         options = StreamOptions(
-            self.checkpoint.top_k, self.options.replan_tokens, self.options.seats
+            self.checkpoint.top_k,
+            self.options.replan_tokens,
+            self.options.seats,
+            self.options.seconds,
         )
         return score_stream(self.fleet, lanes, self.tokens[text], self.sizes, options, progress)
 
