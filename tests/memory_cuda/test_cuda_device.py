@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagedweight.errors import UserError
+from pagedweight.errors import Transient, UserError
+from pagedweight.memory.cuda.driver import check
 from pagedweight.memory.interface import Copy, PinnedCopies
 
 LONG = 2_000_000_000
@@ -56,6 +57,26 @@ def test_more_than_the_gpu_has_is_refused_with_the_numbers(device):
     with pytest.raises(UserError, match=rf"needs {count * device.page_bytes} bytes .* {free} of"):
         device.create(count)
     assert device.pages.free_and_total()[0] == free
+
+
+def test_a_map_that_the_driver_refuses_changes_nothing(device):
+    """Refused for real: something else lies where the second of three pages should go."""
+    page, driver, pages = device.page_bytes, device.pages.driver, device.pages
+    device.create(8)
+    span = device.reserve(8 * page, "a")
+    other = pages._create()
+    check(driver.cuMemMap(span.base + 3 * page, page, 0, other, 0), "somebody else's page")
+    with pytest.raises(Transient, match=r"a: page 2 \+ 1 of 3: map: CUDA_ERROR"):
+        device.map(span, 2, [0, 1, 2])
+    assert not pages._ranges["a"].mapped.any()
+    device.map(span, 0, [0, 1, 2])
+    device.fill(span.base, 3 * page, 4)
+    check(driver.cuMemUnmap(span.base + 3 * page, page), "somebody else's page")
+    pages._release([other])
+    device.map(span, 3, [3])
+    device.fill(span.base + 3 * page, page, 5)
+    assert (device.read(span.base, 3 * page) == 4).all()
+    assert (device.read(span.base + 3 * page, page) == 5).all()
 
 
 def test_nothing_waits_for_the_gpu(device):
