@@ -44,8 +44,8 @@ def command(
     from pagedweight.core.policy import Policy
     from pagedweight.core.policy_file import load_policy
     from pagedweight.core.size_table import BlockIndex, SizeTable
-    from pagedweight.eval.budget import parse_budget
-    from pagedweight.serving.elastic.budget import calibration_of
+    from pagedweight.serving.expert_budget import parse_budget
+    from pagedweight.serving.plans import calibration_of
 
     check_target(output)
     checkpoint = Checkpoint.open(path)

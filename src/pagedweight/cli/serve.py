@@ -18,7 +18,13 @@ def command(
         int | None, typer.Option(help="Bits of every linear block (default: the highest stored).")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Plan file with the bits of each linear block.")
+        str | None,
+        typer.Option(
+            metavar="FILE|POLICY:BUDGET",
+            help="Plan file with the bits of each linear block, or a baseline within a budget of "
+            "routed experts' bytes: uniform:3b, random:2.5b:SEED, static:28.5MB, dynamic-layer:3b "
+            "(docs/evaluation.md).",
+        ),
     ] = None,
     memory: Annotated[
         str | None,
@@ -111,7 +117,7 @@ def command(
 
     options = ServeOptions(
         bits=bits,
-        plan=_absolute(plan),
+        plan=_plan(plan),
         memory=_size(memory),
         gpu_memory=_size(gpu_memory, auto=0),
         gpu_reserve=_size(gpu_reserve),
@@ -146,6 +152,13 @@ def _size(text: str | None, auto: int | None = None) -> int | None:
     if found == 0 and auto == 0:
         raise UserError("--gpu-memory 0: give the GPU's memory, for example 24GiB, or auto")
     return found
+
+
+def _plan(text: str | None) -> str | None:
+    """A file's absolute path; a baseline as it is."""
+    from pagedweight.serving.plans import Baseline
+
+    return text if text is None or Baseline.of(text) else str(Path(text).resolve())
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -22,7 +22,7 @@ from pagedweight.eval.reference import ReferenceModel, load_plain, load_quantize
 from pagedweight.eval.statistics import Floats, bootstrap, perplexity, window_kl, window_nll
 from pagedweight.eval.windows import WindowChoice, cut_windows
 from pagedweight.serving.options import ServeOptions
-from pagedweight.serving.store import plan_of
+from pagedweight.serving.plans import plan_of
 
 Engine = Literal["reference", "vllm"]
 DTYPES = ("float32", "bfloat16", "float16")

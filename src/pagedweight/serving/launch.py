@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pagedweight.checkpoint.reader import Checkpoint
+from pagedweight.core.policies import Assignment
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import check_writable
 from pagedweight.runtime.trace import BitTrace
@@ -24,7 +25,7 @@ from pagedweight.serving.elastic.budget import check_memory, fixed_bits, plan_co
 from pagedweight.serving.elastic.gpu_budget import within_gpu
 from pagedweight.serving.elastic.tracing import check_trace
 from pagedweight.serving.options import ServeOptions
-from pagedweight.serving.plans import plan_of
+from pagedweight.serving.plans import assignment_of
 from pagedweight.serving.versions import check_version, vllm_version
 
 _FLAG = "--additional-config"
@@ -39,12 +40,14 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
     """Arguments, interpreter first. UserError on a broken checkpoint, plan, level or flag."""
     check_version(vllm_version())
     checkpoint = Checkpoint.open(path)
-    plan_of(checkpoint, options)
+    assignment = assignment_of(checkpoint, options)
     if options.timeline is not None:
         check_writable(options.timeline)
     users, rest = _take(list(extra))
     if options.gpu_memory is not None:
         options = within_gpu(checkpoint, options, rest)
+    if options.budgeted and assignment.high is not None:
+        options, rest = _beside_two_levels(checkpoint, assignment, options, rest)
     if not torch.cuda.is_available():
         refuse_on_cpu(rest)
     config = {**users, **options.additional_config()}
@@ -83,6 +86,30 @@ def _share(options: ServeOptions, rest: Sequence[str]) -> list[str]:
     wanted = options.gpu_memory or options.memory or 0
     share = wanted / torch.cuda.get_device_properties(0).total_memory
     return ["--gpu-memory-utilization", f"{min(1.0, max(0.0001, share)):.4f}"]
+
+
+def _beside_two_levels(
+    checkpoint: Checkpoint, assignment: Assignment, options: ServeOptions, rest: list[str]
+) -> tuple[ServeOptions, list[str]]:
+    """--memory less what two levels of every block take is a KV cache of fixed size: bits stay, so
+    nothing has to come and go. UserError when nothing is left for it."""
+    refuse_with_memory(rest)
+    sizes = ("plan", "memory", "gpu_memory", "gpu_reserve")
+    plain = ServeOptions(**{name: getattr(options, name) for name in sizes})
+    if options != plain:
+        other = [name for name, value in vars(options).items() if value != vars(plain)[name]]
+        given = [f"--{name.replace('_', '-')}" for name in other]
+        raise UserError(f"{', '.join(given)} does not go with --plan {options.plan}: bits stay")
+    context = plan_context(checkpoint, options, number(rest, "--tensor-parallel-size", "-tp"))
+    held = assignment.resident_bytes(context.sizes)
+    assert options.memory is not None
+    if options.memory <= held:
+        raise UserError(
+            f"--memory {options.memory}: both levels of --plan {options.plan} take {held} bytes "
+            f"alone; give more, or a smaller budget"
+        )
+    kv = ["--kv-cache-memory-bytes", str(options.memory - held)]
+    return ServeOptions(plan=options.plan), [*kv, *rest]
 
 
 def elastic_classes(arguments: Sequence[str] = ()) -> tuple[str, str]:

@@ -76,6 +76,11 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
         store = expert_store(config)
         device = torch.get_default_device()
         state = store.load(self.decoder_layer, part, self.activation, device)
+        if state.higher is not None and layer.expert_map is not None:
+            raise UserError(
+                "--plan dynamic-layer does not go with --enable-expert-parallel: each rank would "
+                "choose by its own experts alone"
+            )
         self.handle = register_layer(state)
         self.dtype, self.most_tokens = params_dtype, config.scheduler_config.max_num_batched_tokens
 

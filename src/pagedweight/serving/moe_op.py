@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagedweight.kernels.contract import BlockTable
 from pagedweight.serving.state import LayerState
 
 _LAYERS: list[LayerState] = []
@@ -26,13 +27,31 @@ def routed_experts(
 ) -> torch.Tensor:
     """[T, H] activations and [T, k] routing to the routed experts' sum [T, H]."""
     state = _LAYERS[handle]
+    x, weights, ids = x.contiguous(), topk_weights.to(torch.float32).contiguous(), topk_ids
+    if state.higher is None:
+        return _at_level(state, state.table, x, weights, ids)
+    chosen = state.higher.choose(x, weights, ids)[:, None]
+    # An id below 0 is nobody's: each token is in one of the two sums and zero in the other.
+    low = _at_level(state, state.table, x, weights, ids.masked_fill(chosen, -1))
+    high = _at_level(state, state.higher.table, x, weights, ids.masked_fill(~chosen, -1))
+    return low.add_(high)
+
+
+def _at_level(
+    state: LayerState,
+    table: BlockTable,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """One call of the layer's kernel through `table`."""
     out = torch.empty_like(x)
     state.kernel(
-        x.contiguous(),
-        topk_weights.to(torch.float32).contiguous(),
+        x,
+        topk_weights,
         topk_ids.contiguous(),
         state.shape,
-        state.table,
+        table,
         state.table_dtype,
         state.activation,
         out,

@@ -37,7 +37,7 @@ class ServeOptions:
 
     Static precision:
     bits:   uniform level of every linear block; None means the highest that is stored.
-    plan:   path of a plan file with a level for every linear block.
+    plan:   path of a plan file with a level for every linear block, or POLICY:BUDGET[:SEED].
 
     Elastic precision, when `memory` is given (with `bits` or `plan` too: static in that budget):
     memory:        bytes for routed experts and KV cache together, on each rank.

@@ -16,12 +16,14 @@ import torch
 
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.core.geometry import KINDS, MAX_BITS
+from pagedweight.core.policies import Assignment
 from pagedweight.kernels.contract import Activation, BlockTable
 from pagedweight.serving.kernel import get_kernel
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.parts import Part, part_of
-from pagedweight.serving.plans import plan_of
+from pagedweight.serving.plans import assignment_of
 from pagedweight.serving.state import LayerState
+from pagedweight.serving.two_levels import WINDOW, TwoLevels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,11 +41,11 @@ class ExpertStore(Protocol):
 
 
 class StaticStore:
-    """Static precision: every linear block at the bits of `plan` [L, E, 2] for good."""
+    """Static precision: every linear block at the bits of `assignment` for good."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: np.ndarray):
+    def __init__(self, checkpoint: Checkpoint, assignment: Assignment):
         self.checkpoint = checkpoint
-        self.plan = plan
+        self.assignment = assignment
 
     def load(
         self, decoder_layer: int, part: Part, activation: Activation, device: torch.device
@@ -52,31 +54,56 @@ class StaticStore:
         checkpoint = self.checkpoint
         position = checkpoint.position(decoder_layer)
         shape = part.shape(checkpoint.shape)
-        # numpy until the end: vLLM builds models with the GPU as torch's default device.
-        table = BlockRows.empty(shape.experts)
-        memory: list[torch.Tensor] = []
-        layer = checkpoint.layer(position)
-        for kind, name in enumerate(KINDS):
-            bits = self.plan[position, list(part.experts), kind]
-            table.bits[:, kind] = bits
-            for plane in range(int(bits.max())):
-                slots = np.flatnonzero(bits > plane)
-                stored = _of_experts(layer.planes[name][plane], part.experts, slots)
-                memory.append(_upload(part_of(stored, checkpoint.shape, kind, part), device))
-                table.planes[slots, kind, plane] = _addresses(memory[-1])
-            for level in np.unique(bits).tolist():
-                slots = np.flatnonzero(bits == level)
-                stored = _of_experts(layer.tables[name][level], part.experts, slots)
-                memory.append(_upload(part_of(stored, checkpoint.shape, kind, part), device))
-                table.tables[slots, kind] = _addresses(memory[-1])
+        low, high = self.assignment.bits, self.assignment.high
+        plans = [plan[position, list(part.experts)] for plan in (low, high) if plan is not None]
+        tables, memory = self._bring_in(position, part, plans, device)
+        higher = None
+        if high is not None:
+            error = torch.from_numpy(self._error_of_down(position, part, plans[0])).to(device)
+            recent = torch.zeros(WINDOW, device=device)
+            higher = TwoLevels(tables[1], self.assignment.share, error, recent)
         return LayerState(
             get_kernel(device.type),
             shape,
-            table.upload(device),
+            tables[0],
             getattr(torch, checkpoint.table_dtype),
             activation,
             memory=memory,
+            higher=higher,
         )
+
+    def _bring_in(
+        self, position: int, part: Part, plans: list[np.ndarray], device: torch.device
+    ) -> tuple[list[BlockTable], list[torch.Tensor]]:
+        """A table for each plan [experts, kinds], and the memory that they point to: the planes of
+        the highest bits once, and every plan's lookup tables."""
+        # numpy until the end: vLLM builds models with the GPU as torch's default device.
+        rows = [BlockRows.empty(len(part.experts)) for _ in plans]
+        memory: list[torch.Tensor] = []
+        layer, whole = self.checkpoint.layer(position), self.checkpoint.shape
+        for kind, name in enumerate(KINDS):
+            most = np.max([bits[:, kind] for bits in plans], axis=0)
+            for plane in range(int(most.max())):
+                slots = np.flatnonzero(most > plane)
+                stored = _of_experts(layer.planes[name][plane], part.experts, slots)
+                memory.append(_upload(part_of(stored, whole, kind, part), device))
+                for table in rows:
+                    table.planes[slots, kind, plane] = _addresses(memory[-1])
+            for table, bits in zip(rows, plans, strict=True):
+                table.bits[:, kind] = bits[:, kind]
+                for level in np.unique(bits[:, kind]).tolist():
+                    slots = np.flatnonzero(bits[:, kind] == level)
+                    stored = _of_experts(layer.tables[name][level], part.experts, slots)
+                    memory.append(_upload(part_of(stored, whole, kind, part), device))
+                    table.tables[slots, kind] = _addresses(memory[-1])
+        return [table.upload(device) for table in rows], memory
+
+    def _error_of_down(self, position: int, part: Part, bits: np.ndarray) -> np.ndarray:
+        """float32 [experts]: calibration's error of down at `bits` [experts, kinds]."""
+        down = KINDS.index("down")
+        error = self.checkpoint.calibration().error[position, list(part.experts), down]
+        levels = bits[:, down, None].astype(np.int64) - self.checkpoint.bits[0]
+        return np.take_along_axis(error, levels, 1)[:, 0].astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -124,7 +151,7 @@ def _open(path: str, options: ServeOptions) -> ExpertStore:
         from pagedweight.serving.elastic.store import ElasticStore
 
         return ElasticStore(checkpoint, options)
-    return StaticStore(checkpoint, plan_of(checkpoint, options))
+    return StaticStore(checkpoint, assignment_of(checkpoint, options))
 
 
 def expert_store(config: VllmConfig) -> ExpertStore:

@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagedweight.checkpoint.reader import Checkpoint
-from pagedweight.core.calibration import Calibration
 from pagedweight.core.planner import PlanContext, initial_plan
-from pagedweight.core.policy import Policy
-from pagedweight.core.policy_file import load_policy
 from pagedweight.core.size_class import SizeClassPages, SlotCounts
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
 from pagedweight.memory.interface import pages_of
 from pagedweight.serving.elastic.backend import default_page_bytes, lowering_reserve
 from pagedweight.serving.options import ServeOptions
-from pagedweight.serving.plans import plan_of
+from pagedweight.serving.plans import calibration_of, plan_of, policy_of
 
 MOST_GRANULE_BLOCKS = 256
 
@@ -77,20 +73,6 @@ def fixed_bits(checkpoint: Checkpoint, options: ServeOptions) -> NDArray[np.int3
     if options.bits is None and options.plan is None:
         return None
     return plan_of(checkpoint, options).astype(np.int32).ravel()
-
-
-def policy_of(options: ServeOptions) -> Policy:
-    """The policy file's policy, or the defaults."""
-    return Policy() if options.policy is None else load_policy(Path(options.policy))
-
-
-def calibration_of(checkpoint: Checkpoint) -> Calibration:
-    """Omega_off from the checkpoint's calibration file."""
-    found = checkpoint.calibration()
-    arrays = {"tokens": found.tokens, "mass": found.mass, "error": found.error, **found.residual}
-    if found.sensitivity is not None:
-        arrays["sensitivity"] = found.sensitivity
-    return Calibration.from_arrays(arrays, checkpoint.bits)
 
 
 def plan_context(checkpoint: Checkpoint, options: ServeOptions, ranks: int) -> PlanContext:

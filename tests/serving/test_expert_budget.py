@@ -7,7 +7,7 @@ import pytest
 from pagedweight.core.geometry import LayerShape
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
-from pagedweight.eval.budget import parse_budget
+from pagedweight.serving.expert_budget import parse_budget
 
 INDEX = BlockIndex(2, 4)
 SIZES = SizeTable.of(LayerShape(4, 128, 64), (2, 3, 4))
