@@ -3,11 +3,13 @@
 from collections import deque
 
 import numpy as np
-from ranks import LEVELS, RandomTier, rank_of
+from ranks import LEVELS, DealtTier, RandomTier, rank_of
 
 from pagedweight.core.calibration import Calibration
+from pagedweight.core.holdings import Holding, Holdings
 from pagedweight.core.page_table import WeightPageTable
 from pagedweight.core.planner import PlanContext, Planner
+from pagedweight.core.planner.holdings import HoldingsPlanner
 from pagedweight.core.policy import Policy
 from pagedweight.memory.fake import FakeDevice, fail_at
 from pagedweight.runtime.controller import BlockDemand, Controller, KVShape
@@ -60,16 +62,39 @@ class Engine:
         bits=6,
         reserve=12,
         pages_per_step=None,
+        dealt=None,
+        block=3000,
         **config,
     ):
+        """pages: of each rank, or a list of them. block: bytes in each layer. dealt: holdings
+        [(layers, experts)], one a rank, with KV of their own layers; None: every rank holds all
+        rows."""
         tier = RandomTier(layers=2, experts=4)
+        if dealt is None:
+            self.holdings = Holdings.one(tier.index, ranks)
+        else:
+            parts = [Holding(*part, (rank,)) for rank, part in enumerate(dealt)]
+            self.holdings = Holdings(tier.index, parts)
+        parts = [self.holdings.parts[self.holdings.of_rank(rank)] for rank in range(ranks)]
         self.devices = [FakeDevice(PAGE, lazy) for _ in range(ranks)]
         self.ranks = [
-            rank_of(device, pages, bits=bits, granules=granules, tier=tier, reserve=reserve)
-            for device in self.devices
+            rank_of(
+                device,
+                pages[rank] if isinstance(pages, list) else pages,
+                bits=bits,
+                granules=granules,
+                tier=tier if dealt is None else DealtTier(tier, part),
+                reserve=reserve,
+                layers=len(part.layers),
+                block=block,
+            )
+            for rank, (device, part) in enumerate(zip(self.devices, parts, strict=True))
         ]
-        for rank in self.ranks:
-            rank.worker.apply(StepPlan(0, grow=tuple(range(granules))))
+        for number, rank in enumerate(self.ranks):
+            rank.worker.rank = number
+            if dealt is not None:
+                rank.worker.number_rows(self.holdings.rows[number])
+            rank.worker.apply(StepPlan(0, grow=tuple(range(self.fitting(granules)))))
         for rank in self.ranks:
             rank.worker.pages_per_step = pages_per_step
         usable = self.ranks[0].worker.kv.backed
@@ -77,19 +102,39 @@ class Engine:
         index, sizes, rng = tier.index, tier.sizes, np.random.default_rng(0)
         damage = rng.lognormal(0, 2, (*index.shape, 1)) * 4.0 ** -np.arange(len(LEVELS))
         calibration = Calibration(LEVELS, damage, np.full((2, 4), 0.25), None, True, ())
-        planner = Planner(PlanContext.of(index, sizes, calibration, POLICY, PAGE))
+        context = PlanContext.of(index, sizes, calibration, POLICY, PAGE)
+        planner = Planner(context)
+        if dealt is not None:
+            contexts = [context.of_holding(part) for part in parts]
+            planner = HoldingsPlanner(contexts, self.holdings)
         self.controller = Controller(
             WeightPageTable(index, sizes, bits),
             planner,
             POLICY,
             GranuleLedger(2 * granules, 2, usable),
-            KVShape(block_bytes=6000, granule_pages=6),
+            [self.kv_shape(len(part.layers), block) for part in self.holdings.parts],
             PAGE,
             config=DispatchConfig(**{"rows_per_batch": 8, "hold_off_steps": 3, **config}),
+            holdings=self.holdings,
+            free_pages=() if dealt is None else [r.pool.can_take() for r in self.ranks],
         )
         self.rng = np.random.default_rng(1)
         self.reports, self.lag, self.short = deque(), lag, 0
         self.history = []
+
+    def fitting(self, granules):
+        """Granules that all ranks can back now; those that have some can back as many in all."""
+
+        def fit(rank):
+            kv, room = rank.worker.kv, rank.pool.can_take()
+            return next(n for n in range(granules, -1, -1) if kv.pages_for(range(n)) <= room)
+
+        return min(len(rank.worker.kv.backed) or fit(rank) for rank in self.ranks)
+
+    @staticmethod
+    def kv_shape(layers, block):
+        pages = -(-2 * block // PAGE) + (2 * block % PAGE > 0)
+        return KVShape(layers * block, layers * pages)
 
     def demand(self, wanted):
         """Give requests up to `wanted` blocks; what is lacking is pending."""

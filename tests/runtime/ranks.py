@@ -56,6 +56,22 @@ class RandomTier:
         return dequantize_block(words, self.centroids[row][bits], block, torch.float32)
 
 
+class DealtTier:
+    """Some layers and experts of a `RandomTier`, as a rank that holds them numbers them."""
+
+    def __init__(self, whole, holding):
+        self._whole, self._rows = whole, holding.rows(whole.index).tolist()
+        self.index = holding.index
+        self.shape = LayerShape(self.index.experts, whole.shape.hidden, whole.shape.intermediate)
+        self.sizes = SizeTable.of(self.shape, LEVELS)
+
+    def plane(self, row, plane):
+        return self._whole.plane(self._rows[row], plane)
+
+    def table(self, row, bits):
+        return self._whole.table(self._rows[row], bits)
+
+
 @dataclass
 class Rank:
     tier: RandomTier
@@ -78,8 +94,9 @@ def rank_of(
     host=None,
     at="cpu",
     block=3000,
+    layers=2,
 ):
-    """A loaded rank; KV has `granules` granules of two blocks of `block` bytes in two layers.
+    """A loaded rank; KV has `granules` granules of two blocks of `block` bytes in `layers` layers.
 
     host: the host tier if it is not `tier` itself; at: where kernels look for their tables.
     """
@@ -90,8 +107,11 @@ def rank_of(
     weights.load(start)
     table = WeightPageTable(tier.index, tier.sizes, start)
     mover = Mover(weights, table)
-    layout = strided_granules(2 * granules, 2, block, [0, 2 * granules * block])
-    kv = KVRegion(device, pool, 4 * granules * block, layout, tolerant=False, poison=poison)
+    starts = [layer * 2 * granules * block for layer in range(layers)]
+    layout = strided_granules(2 * granules, 2, block, starts)
+    kv = KVRegion(
+        device, pool, 2 * layers * granules * block, layout, tolerant=False, poison=poison
+    )
     return Rank(tier, device, pool, weights, table, mover, MemoryWorker(mover, kv))
 
 

@@ -16,6 +16,7 @@ from pagedweight.runtime.granules import GranuleLedger, GranuleState
 from pagedweight.runtime.integrity import check_worker
 from pagedweight.runtime.messages import (
     BatchStatus,
+    RankPages,
     Stage,
     StepPlan,
     WorkerReport,
@@ -227,7 +228,7 @@ def test_messages_are_small_and_of_one_version():
     largest = max(plans, key=lambda plan: len(plan.prepare))
     assert len(pickle.dumps(largest)) < 1000
     assert pickle.loads(pickle.dumps(largest)) == largest
-    with pytest.raises(ValueError, match="StepPlan of version 9, this process speaks 2"):
+    with pytest.raises(ValueError, match="StepPlan of version 9, this process speaks 3"):
         check_version(replace(largest, version=9))
 
 
@@ -236,9 +237,8 @@ def test_what_all_ranks_agree_on():
         7,
         (BatchStatus(1, Stage.DONE), BatchStatus(2, Stage.READY), BatchStatus(3, Stage.COPYING)),
         mask_of([0, 1, 2]),
-        10,
+        (RankPages(0, 10, returning=3),),
         {"rolled_back": 1},
-        returning=3,
     )
     two = WorkerReport(
         7,
@@ -247,13 +247,14 @@ def test_what_all_ranks_agree_on():
             BatchStatus(2, Stage.FAILED, "map"),
         ),
         mask_of([0, 2, 3]),
-        8,
+        (RankPages(1, 8),),
         {"rolled_back": 4},
     )
     both = merged([one, two])
     assert both.batches == (BatchStatus(1, Stage.COMMITTED), BatchStatus(2, Stage.FAILED, "map"))
     assert granules_of(both.backed) == [0, 2]
-    assert (both.free_pages, both.returning, both.counters["rolled_back"]) == (8, 3, 4)
+    assert both.pages == (RankPages(0, 10, returning=3), RankPages(1, 8))
+    assert both.counters["rolled_back"] == 4
 
 
 def test_an_old_report_neither_unparks_nor_parks():
@@ -293,7 +294,7 @@ def test_a_lowering_needs_no_more_than_the_reserve_when_nothing_else_is_free():
     smaller and later, while requests are preempted."""
     engine = Engine(lazy=False, at_once=True, reserve=4, lowering_pages=4, rows_per_batch=16)
     rank = engine.ranks[0].worker
-    assert rank.report().free_pages < 6, "KV took what fits at start"
+    assert rank.report().pages[0].free < 6, "KV took what fits at start"
     run(engine, [40])
     assert engine.bits()[0] == engine.controller.table.desired_bits.tolist()
     assert sum(engine.bits()[0]) < 6 * 16

@@ -19,9 +19,10 @@ def run(*args: object) -> int:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--enable-expert-parallel",), ("--enable-expert-parallel", "one target for all ranks")),
-        (("--pipeline-parallel-size", "2"), ("--pipeline-parallel-size", "other layers")),
-        (("-pp=2",), ("--pipeline-parallel-size", "at fixed bits")),
+        (
+            ("--expert-placement-strategy", "round_robin"),
+            ("--expert-placement-strategy", "usual order"),
+        ),
         (("--data-parallel-size=2",), ("--data-parallel-size", "each engine")),
         (("--enable_eplb",), ("--enable-eplb", "moves experts")),
         (("--worker-cls", "x", "--enable-sleep-mode"), ("--worker-cls", "--enable-sleep-mode")),
@@ -47,8 +48,15 @@ def test_an_eager_pipeline_on_the_cpu(tiny_quantized, capsys, monkeypatch):
     assert run(*command) == 0
 
 
-def test_one_rank_is_no_conflict(tiny_quantized, capsys):
-    flags = ("--pipeline-parallel-size", "1", "-dp", "1", "--tensor_parallel_size", "2")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--pipeline-parallel-size", "1", "-dp", "1", "--tensor_parallel_size", "2"),
+        ("-tp", "2", "--enable-expert-parallel"),
+        ("-pp=2", "-tp=2", "--distributed-executor-backend", "ray"),
+    ],
+)
+def test_ranks_of_every_kind_are_no_conflict(tiny_quantized, capsys, flags):
     command = ("serve", tiny_quantized, "--memory", "24MiB", "--print-command", "--", *flags)
     assert run(*command) == 0
     assert "--scheduler-cls" in capsys.readouterr().out
@@ -56,9 +64,34 @@ def test_one_rank_is_no_conflict(tiny_quantized, capsys):
 
 def test_every_fault_is_listed():
     with pytest.raises(UserError) as caught:
-        refuse_with_memory(["--scheduler-cls", "a", "--enable-expert-parallel", "-dp", "4"])
-    for flag in ("--scheduler-cls", "--enable-expert-parallel", "--data-parallel-size"):
+        refuse_with_memory(["--scheduler-cls", "a", "--enable-eplb", "-dp", "4"])
+    for flag in ("--scheduler-cls", "--enable-eplb", "--data-parallel-size"):
         assert flag in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "message"),
+    [
+        (("--trace", "t"), ("-tp", "2", "--enable-expert-parallel"), "--trace: not with"),
+        (("--trace", "t"), ("-pp", "2"), "ranks hold different rows"),
+        ((), ("-pp", "5"), "4 layers cannot be dealt out to 5"),
+        ((), ("-tp", "17", "--enable-expert-parallel"), "16 experts cannot be dealt out to 17"),
+        ((), ("-tp", "5"), "256 is 4 tiles of 64: it cannot be cut into 5"),
+    ],
+)
+def test_ranks_that_cannot_be(tiny_quantized, capsys, given, flags, message):
+    assert run("serve", tiny_quantized, "--memory", "24MiB", *given, "--", *flags) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_rays_first_executor_never_calls_our_worker(tiny_quantized, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    flags = ("--memory", "24MiB", "--", "-tp", "2", "--distributed-executor-backend=ray")
+    assert run("serve", tiny_quantized, *flags) == 2
+    assert "calls the model past the worker" in capsys.readouterr().err
 
 
 def test_flags_are_read_as_vllm_reads_them():

@@ -189,7 +189,7 @@ def test_a_report_rides_on_an_output_that_is_still_being_copied():
         def get_output(self):
             return EMPTY_MODEL_RUNNER_OUTPUT
 
-    report = WorkerReport(3, free_pages=5)
+    report = WorkerReport(3, backed=5)
     output = ReportedOutput(Late(), report).get_output()
     assert output.pagedweight is report
     assert output.req_ids == EMPTY_MODEL_RUNNER_OUTPUT.req_ids

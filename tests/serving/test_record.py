@@ -16,6 +16,7 @@ from pagedweight.runtime.controller import BlockDemand
 from pagedweight.runtime.timeline import Timeline
 from pagedweight.serving.elastic.budget import KVBlock, divide, fixed_bits, plan_context
 from pagedweight.serving.elastic.control import Control
+from pagedweight.serving.elastic.dealing import Parallel
 from pagedweight.serving.elastic.metrics import Metrics
 from pagedweight.serving.elastic.record import EVERY_SECONDS, Recorder, header_of, sinks_of
 from pagedweight.serving.options import ServeOptions
@@ -41,7 +42,7 @@ def control_of(checkpoint, **options):
     context = plan_context(checkpoint, given, 1)
     budget = divide(context, given, BLOCK, fixed_bits(checkpoint, given))
     pool = BlockPool(budget.reachable_blocks, enable_caching=True, hash_block_size=16)
-    return Control(checkpoint, given, BLOCK, pool, ranks=1, block_tokens=16)
+    return Control(checkpoint, given, BLOCK, pool, Parallel(), block_tokens=16)
 
 
 class Clock:
@@ -86,7 +87,7 @@ def test_there_is_a_sample_before_the_first_request(world):
     assert (first.step, first.running, first.kv_used) == (0, 0, 0)
     assert first.kv_usable == control.controller.granules.usable_blocks
     assert first.bits == control.controller.table.mean_bits()[2]
-    assert first.kv_reachable == control.budget.reachable_blocks - 1
+    assert first.kv_reachable == control.budgets[0].reachable_blocks - 1
 
 
 def test_quiet_steps_are_one_sample_each_time_that_the_clock_allows(world):

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedweight.core.calibration import Calibration
+from pagedweight.core.holdings import Holding
 from pagedweight.core.residual import Float32, log_features, predict_residual
-from pagedweight.core.size_table import FloatArray
+from pagedweight.core.size_table import FloatArray, IntArray
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,27 @@ class BatchSignals:
     confidence: Float32 | None = None
     clip: Float32 | None = None
 
+    def of(self, holding: Holding, rows: IntArray) -> BatchSignals:
+        """Those of a holding; `rows`: its own, int64. Mass stays relative to whole layers."""
+        mass = self.mass[np.ix_(holding.layers, holding.experts)]
+        rho = None if self.rho is None else np.ascontiguousarray(self.rho[:, rows])
+        return BatchSignals(mass, rho, self.confidence, self.clip)
+
 
 @dataclass(frozen=True, eq=False)
 class Observation:
     """O_t: `step` is the scheduler's step number; `signals` None until something was routed.
 
     Hand the same `signals` object over while it has not changed: the planner then keeps its scores.
+    kv:       of one rank.
+    holdings: the same for each holding, where ranks hold different rows: blocks are counted alike,
+              bytes of a block and headroom differ. Empty where all ranks hold all rows.
     """
 
     step: int
     kv: KVPressure
     signals: BatchSignals | None = None
+    holdings: tuple[KVPressure, ...] = ()
 
 
 def merge_signals(

@@ -81,8 +81,11 @@ class WeightPageTable:
 
     def slots(self) -> SlotCounts:
         """Device slots taken by arena; a page IN_TRANSFER has one, whichever way it goes."""
-        taken = self._counts[PageState.IN_TRANSFER] + self._counts[PageState.DEVICE]
-        return SlotCounts(taken[:, 0].copy(), taken[:, 1:].copy())
+        return _taken(self._counts)
+
+    def taken_slots(self, rows: IntArray) -> SlotCounts:
+        """`slots` of some rows, counted afresh."""
+        return _taken(self.count_slots(rows))
 
     def count_slots(self, rows: IntArray | None = None) -> IntArray:
         """Planes and tables by state, counted afresh over `rows` (all when None).
@@ -329,6 +332,11 @@ class WeightPageTable:
         self.goal_bits[picked] = self.committed_bits[picked]
         self.desired_bits[picked] = self.committed_bits[picked]
         return current
+
+
+def _taken(counts: IntArray) -> SlotCounts:
+    taken = counts[PageState.IN_TRANSFER] + counts[PageState.DEVICE]
+    return SlotCounts(taken[:, 0].copy(), taken[:, 1:].copy())
 
 
 def _count(mask: Mask) -> IntArray:

@@ -58,7 +58,8 @@ class HostTier(Protocol):
 
 
 class CheckpointTier:
-    """A rank's part of a mapped checkpoint: some experts, cut along the intermediate width."""
+    """A rank's part of a mapped checkpoint: some experts of some layers, cut along the intermediate
+    width."""
 
     def __init__(
         self,
@@ -66,8 +67,10 @@ class CheckpointTier:
         experts: Sequence[int] | None = None,
         rank: int = 0,
         ranks: int = 1,
+        layers: Sequence[int] | None = None,
     ) -> None:
-        """`experts`: global ids in the order of local ids, all when None.
+        """`experts`: global ids in the order of local ids, all when None; `layers`: positions among
+        the MoE layers, all when None.
 
         `rank` of `ranks`: the tensor-parallel cut. ValueError when the width cannot be cut so.
         """
@@ -76,10 +79,11 @@ class CheckpointTier:
         self._whole = whole
         cut = whole.part(rank, ranks)
         self.shape = LayerShape(len(self._experts), cut.hidden, cut.intermediate)
-        self.index = BlockIndex(len(checkpoint.moe_layers), len(self._experts))
+        positions = range(len(checkpoint.moe_layers)) if layers is None else layers
+        self.index = BlockIndex(len(positions), len(self._experts))
         self.sizes = SizeTable.of(self.shape, checkpoint.bits)
         self._columns = part_columns(whole.intermediate, rank, ranks)
-        self._layers = [checkpoint.layer(position) for position in range(self.index.layers)]
+        self._layers = [checkpoint.layer(position) for position in positions]
 
     def plane(self, row: int, plane: int) -> Bytes:
         layer, expert, kind = self.index.block(row)

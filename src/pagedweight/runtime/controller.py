@@ -7,19 +7,29 @@ clock nor touches memory: the same observations and reports give the same plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from pagedweight.core.holdings import Holdings
 from pagedweight.core.observation import KVPressure, Observation
 from pagedweight.core.page_table import PageState, WeightPageTable
 from pagedweight.core.planner import Plan
 from pagedweight.core.planner.target import pressure_triggered, wanted_blocks
 from pagedweight.core.policy import Policy
 from pagedweight.core.size_class import SizeClassPages
+from pagedweight.core.size_table import IntArray
 from pagedweight.runtime.dispatch import DispatchConfig, Dispatcher
 from pagedweight.runtime.granules import BlockParking, GranuleLedger, GranuleState
 from pagedweight.runtime.messages import Batch, StepPlan, WorkerReport, check_version
-from pagedweight.runtime.signals import SignalWindow
+from pagedweight.runtime.page_ledger import PageLedger
+from pagedweight.runtime.signals import SignalWindow, whole_signals
+
+SIGNAL_STEPS, DEALT_SIGNAL_STEPS = 4, 16
+"""Steps between two reports with signals, which are larger than all the rest of a report; where
+ranks hold different rows all of them have to be asked (a window is read every 16 steps)."""
 
 
 class Planner(Protocol):
@@ -40,7 +50,7 @@ class BlockDemand:
 
 @dataclass(frozen=True)
 class KVShape:
-    """block_bytes: B_KV of one rank. granule_pages: most pages that one granule takes."""
+    """On the ranks of a holding. block_bytes: B_KV. granule_pages: most pages of a granule."""
 
     block_bytes: int
     granule_pages: int
@@ -48,7 +58,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class Status:
-    """The runtime at one step, for metrics and timelines. Bytes are of one rank.
+    """The runtime at one step, for metrics and timelines. Bytes are of one rank of each holding.
 
     mean_bits:        committed, by weight: gate_up, down, both.
     target_bytes:     D of eq. 7, 0 without pressure.
@@ -81,29 +91,33 @@ class Controller:
         planner: Planner,
         policy: Policy,
         granules: GranuleLedger,
-        kv: KVShape,
+        kv: KVShape | Sequence[KVShape],
         page_bytes: int,
         signals: SignalWindow | None = None,
         config: DispatchConfig | None = None,
+        holdings: Holdings | None = None,
+        free_pages: Sequence[int] = (),
     ) -> None:
-        """`table` and `granules` state what the ranks have loaded and backed.
+        """`table` and `granules` state what the ranks have loaded and backed; `kv`, and the
+        `free_pages` that are left beside it: of each holding. `holdings` None: one rank.
 
         `signals` None: plans know nothing of what was routed.
         """
         self.table = table
         self.granules = granules
+        self.holdings = holdings or Holdings.one(table.index)
         self.step_number = 0
         self.status: Status | None = None
         self.counters: dict[str, int] = {}
         self._planner = planner
         self._policy = policy
-        self._kv = kv
+        self._kv = (kv,) if isinstance(kv, KVShape) else tuple(kv)
+        self._granule_pages = np.array([shape.granule_pages for shape in self._kv], np.int64)
         self._page_bytes = page_bytes
         self._config = config or DispatchConfig()
         pages = SizeClassPages.of(table.sizes, page_bytes)
-        self._dispatch = Dispatcher(table, pages, self._config)
-        self._free_pages = self._returning = 0
-        self._promised: dict[int, int] = {}
+        self._dispatch = Dispatcher(table, pages, self._config, self.holdings)
+        self._ledger = PageLedger(self.holdings, free_pages)
         self._signals = signals
         self._settled = False
         self._no_room_until = self._no_room_at = 0
@@ -117,31 +131,33 @@ class Controller:
         check_version(report)
         self._dispatch.hear(report.batches, self.step_number)
         self.granules.hear(report, parking)
-        if self._signals and report.signals:
-            self._signals.add(report.signals)
+        if self._signals and (signals := whole_signals(report, self.holdings)):
+            self._signals.add(signals)
         self.counters = report.counters
-        self._free_pages = report.free_pages
-        self._returning = report.returning
-        self._promised = {s: n for s, n in self._promised.items() if s > report.step}
+        self._ledger.hear(report)
 
     @property
-    def free_pages(self) -> int:
-        """Pages that all ranks had free in the last report, less what was promised since."""
-        return max(0, self._free_pages - sum(self._promised.values()))
+    def free_pages(self) -> IntArray:
+        """Pages that every rank of a holding had free when it was last heard of, less what was
+        promised since, int64 [holdings]."""
+        return self._ledger.free
 
-    def pressure(self, demand: BlockDemand) -> KVPressure:
-        """The planner's view of the KV side."""
-        granules = self.granules
-        return KVPressure(
-            block_bytes=self._kv.block_bytes,
-            total_blocks=granules.total_blocks,
-            usable_blocks=granules.usable_blocks,
-            free_blocks=demand.free_blocks,
-            pending_blocks=demand.pending_blocks,
-            head_blocks=demand.head_blocks,
-            growth_blocks=demand.growth_blocks,
-            headroom_bytes=(self.free_pages + self._returning) * self._page_bytes,
-            granule_blocks=granules.granule_blocks,
+    def pressure(self, demand: BlockDemand) -> tuple[KVPressure, ...]:
+        """The planner's view of the KV side, for each holding."""
+        granules, headroom = self.granules, self.free_pages + self._ledger.returning
+        return tuple(
+            KVPressure(
+                block_bytes=shape.block_bytes,
+                total_blocks=granules.total_blocks,
+                usable_blocks=granules.usable_blocks,
+                free_blocks=demand.free_blocks,
+                pending_blocks=demand.pending_blocks,
+                head_blocks=demand.head_blocks,
+                growth_blocks=demand.growth_blocks,
+                headroom_bytes=pages * self._page_bytes,
+                granule_blocks=granules.granule_blocks,
+            )
+            for shape, pages in zip(self._kv, headroom.tolist(), strict=True)
         )
 
     def wants_step(self, demand: BlockDemand) -> bool:
@@ -162,18 +178,21 @@ class Controller:
     def step(self, demand: BlockDemand, parking: BlockParking) -> StepPlan:
         """The plan that goes with the scheduler's next output; calls `parking` for granules."""
         self.step_number += 1
-        step, dispatch, kv = self.step_number, self._dispatch, self.pressure(demand)
+        step, dispatch, pressures = self.step_number, self._dispatch, self.pressure(demand)
+        kv = pressures[0]  # of blocks all holdings have equally many
         pressed = pressure_triggered(kv, self._policy.offload_blocks)
         if pressed:
             self._last_pressure = step
             dispatch.stay()
-        plan = self._plan(kv)
+        plan = self._plan(pressures)
         abort, commit = dispatch.aborts(), dispatch.commits()
         lowers = dispatch.lowers(step, self.free_pages)
         raises = () if pressed else self._raises(kv, parking)
         grow = self._wishes(kv, pressed)
         if self._config.at_once:
             commit += tuple(batch.number for batch in lowers)
+        dealt = self.holdings.count > 1
+        signals = step % (DEALT_SIGNAL_STEPS if dealt else SIGNAL_STEPS) == 0
         self._planned_for = demand
         self._settled = plan.kind == "none" and not self._moving and not self._rows_waiting
         return StepPlan(
@@ -184,45 +203,51 @@ class Controller:
             prepare=(*lowers, *raises),
             grow=grow,
             oldest=dispatch.oldest,
-            agree=self._moving or bool(abort),
+            agree=self._moving or bool(abort) or not self._ledger.known or (signals and dealt),
+            signals=signals,
         )
 
-    def _plan(self, kv: KVPressure) -> Plan:
+    def _plan(self, pressures: tuple[KVPressure, ...]) -> Plan:
         """The planner's answer, written into d."""
         signals = self._signals.current(self.step_number) if self._signals else None
-        plan = self._planner.step(self.table, Observation(self.step_number, kv, signals))
+        kv, dealt = pressures[0], pressures if self.holdings.count > 1 else ()
+        seen = Observation(self.step_number, kv, signals, dealt)
+        plan = self._planner.step(self.table, seen)
         hold = self.step_number < self._no_room_until and kv.free_blocks <= self._no_room_at
-        if plan.kind == "reload" and hold:
-            plan = Plan.none(plan.stage, plan.target_bytes)
+        if hold:
+            plan = plan.without_rises()
         plan.apply(self.table)
         self.status = self._status(plan, kv)
         return plan
 
     def _raises(self, kv: KVPressure, parking: BlockParking) -> tuple[Batch, ...]:
         """Batches of rows to raise; where pages are lacking, KV is asked to give some back."""
-        batches, pages = self._dispatch.raises(self.step_number, self.free_pages)
-        if pages > 0:
-            self._promised[self.step_number] = pages
-        elif pages < 0 and not self._ask_back(-pages, kv, parking):
+        batches, taken, lacking = self._dispatch.raises(self.step_number, self.free_pages)
+        if batches:
+            self._ledger.promise(self.step_number, taken)
+        elif lacking.any() and not self._ask_back(lacking, kv, parking):
             # What is free lies scattered over granules in use: no use in asking at every step.
             self._dispatch.stay()
             self._no_room_at = kv.free_blocks
             self._no_room_until = self.step_number + self._policy.dwell_steps
         return batches
 
-    def _ask_back(self, pages: int, kv: KVPressure, parking: BlockParking) -> bool:
-        """Have KV give back `pages`, if so many blocks stay free as the policy wants; False when
-        nothing comes."""
-        each, coming = self._kv.granule_pages, self.granules.count(GranuleState.SHRINKING)
+    def _ask_back(self, pages: IntArray, kv: KVPressure, parking: BlockParking) -> bool:
+        """Have KV give back `pages` [holdings], if so many blocks stay free as the policy wants;
+        False when nothing comes."""
+        each, coming = self._granule_pages, self.granules.count(GranuleState.SHRINKING)
         spare = kv.expected_free_blocks - (self._policy.reload_blocks + 1)
         most = max(0, spare // kv.granule_blocks)
-        more = min(most, -(-max(0, pages - coming * each - self._returning) // each))
+        returning = self._ledger.returning
+        short = np.maximum(0, pages - coming * each - returning)
+        more = min(most, int((-(-short // each)).max()))
         given = self.granules.give_back(more, parking, self.step_number)
-        return bool(given or coming or self._returning or self._dispatch.under_way)
+        return bool(given or coming or returning.any() or self._dispatch.under_way)
 
     @property
     def _moving(self) -> bool:
-        return bool(self._dispatch.under_way or self.granules.in_transit or self._returning)
+        under_way = self._dispatch.under_way or self.granules.in_transit
+        return bool(under_way or self._ledger.returning.any())
 
     def _wishes(self, kv: KVPressure, pressed: bool) -> tuple[int, ...]:
         """Granules to grow by: what pressure wants, or what nobody else has a use for."""
@@ -232,9 +257,21 @@ class Controller:
             wanted = wanted_blocks(kv, threshold, kv.expected_free_blocks)
             count = -(-wanted // kv.granule_blocks)
         elif self._all_bits and not (self._dispatch.under_way or self._rows_waiting):
-            count = self.free_pages // self._kv.granule_pages
+            count = int((self.free_pages // self._granule_pages).min())
+        if self.holdings.count > 1:
+            count = self._affordable(count)
         self.granules.keep(count, self.step_number)
         return self.granules.wish(count, self.step_number)
+
+    def _affordable(self, count: int) -> int:
+        """Of `count` granules those that all ranks can back at once: where ranks hold different
+        rows, one that has pages first would back granules that the others cannot follow to."""
+        growing = self.granules.count(GranuleState.GROWING)
+        more = int((self._ledger.unasked // self._granule_pages).min())
+        more = max(0, min(count - growing, more))
+        if more:
+            self._ledger.wish(self.step_number, more * self._granule_pages)
+        return min(count, growing + more)
 
     @property
     def _all_bits(self) -> bool:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedweight.core.geometry import KINDS
+from pagedweight.core.holdings import Holdings
 from pagedweight.core.page_table import BitsArray, Moving, WeightPageTable
 from pagedweight.core.size_class import SizeClassPages
 from pagedweight.core.size_table import IntArray
 from pagedweight.runtime.messages import Batch, BatchStatus, Stage
+from pagedweight.runtime.room import Room
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,20 @@ class Dispatcher:
     """Keeps the scheduler's page table in step with the ranks'."""
 
     def __init__(
-        self, table: WeightPageTable, pages: SizeClassPages, config: DispatchConfig
+        self,
+        table: WeightPageTable,
+        pages: SizeClassPages,
+        config: DispatchConfig,
+        holdings: Holdings | None = None,
     ) -> None:
+        """`holdings` None: all ranks hold all rows."""
         self.table = table
-        self._pages = pages
+        self._holdings = holdings or Holdings.one(table.index)
         self._config = config
         self._open: dict[int, _Open] = {}
         self._given_up: list[int] = []
         self._next = 1
+        self._room = Room(table, pages, self._holdings)
         self._limit = {True: config.rows_per_batch, False: config.rows_per_batch}
         self._not_before = {True: 0, False: 0}
         self.failures = 0
@@ -158,8 +165,8 @@ class Dispatcher:
             self._open[number].commit_sent = True
         return tuple(ready)
 
-    def lowers(self, step: int, free_pages: int = 0) -> tuple[Batch, ...]:
-        """Batches for rows that should be lower and are free to move.
+    def lowers(self, step: int, free_pages: IntArray | int = 0) -> tuple[Batch, ...]:
+        """Batches for rows that should be lower and are free to move; `free_pages` [holdings].
 
         A batch's tables come in before its planes leave, so each fits in the reserve and what is
         free. At once, one batch after another uses what the one before gave back, and all rows go;
@@ -170,51 +177,30 @@ class Dispatcher:
             return ()
         if self._config.lowering_pages is None:
             return self._batches(rows, True, step)
-        pages, batches = self._config.lowering_pages + free_pages, []
-        slots = self.table.slots().flat()
+        room, batches = self._room, []
+        pages, slots = self._config.lowering_pages + free_pages, room.slots()
         while len(rows):
-            count, after = self._fitting(rows[:most], slots, pages)
-            batches.append(self._open_batch(rows[:count], True))
-            pages += self._held(slots) - self._held(after)
-            rows, slots = rows[count:], after
+            picked, after = room.fitting_to_lower(rows[:most], slots, pages)
+            batches.append(self._open_batch(picked, True))
+            pages = pages + room.held(slots) - room.held(after)
+            rows, slots = rows[~np.isin(rows, picked)], after
             if not self._config.at_once:
                 break
         return tuple(batches)
 
-    def _fitting(self, rows: IntArray, slots: IntArray, pages: int) -> tuple[int, IntArray]:
-        """How many of `rows`, one at least, have tables that fit in `pages`, and the slots
-        [classes] in every arena once they are lower."""
-        kinds, levels = len(KINDS), len(self.table.sizes.levels)
-        while True:
-            old, new = self.table.committed_bits[rows], self.table.desired_bits[rows]
-            kind = rows % kinds
-            first = kinds + kind * levels - self.table.sizes.lowest
-            coming = slots + np.bincount(first + new, minlength=len(slots))
-            if len(rows) == 1 or self._held(coming) - self._held(slots) <= pages:
-                gone = np.bincount(first + old, minlength=len(slots))
-                gone[:kinds] += np.bincount(kind, old - new, minlength=kinds).astype(np.int64)
-                return len(rows), coming - gone
-            rows = rows[: len(rows) // 2]
-
-    def _held(self, slots: IntArray) -> int:
-        return int(self._pages.held(slots)) // self._pages.page_bytes
-
-    def raises(self, step: int, pages: int) -> tuple[tuple[Batch, ...], int]:
-        """Batches of rows that should be higher, for at most `pages` pages, and what they take.
-
-        The second number is negative when rows had to wait: the pages that they lack.
-        """
-        rows = self._waiting(lowers=False)
+    def raises(self, step: int, pages: IntArray) -> tuple[tuple[Batch, ...], IntArray, IntArray]:
+        """Batches of rows that should be higher, for at most `pages` [holdings]; the pages that
+        they take; and, when none may go, those that they lack."""
+        rows, none = self._waiting(lowers=False), np.zeros_like(pages)
         if not len(rows):
-            return (), 0
-        need = self._pages_to_raise(rows)
-        while len(rows) and self._pages_to_raise(rows) > pages:
-            rows = rows[: len(rows) // 2]
-        taken = self._pages_to_raise(rows)
-        batches = self._batches(rows, False, step)
-        if not batches and need > pages:
-            return (), pages - need
-        return batches, taken if batches else 0
+            return (), none, none
+        room, need = self._room, self._room.to_raise(rows)
+        fitting = room.fitting_to_raise(rows, pages)
+        taken = room.to_raise(fitting)
+        batches = self._batches(fitting, False, step)
+        if batches:
+            return batches, taken, none
+        return (), none, np.maximum(need - pages, 0)
 
     def _waiting(self, lowers: bool) -> IntArray:
         table = self.table
@@ -224,8 +210,7 @@ class Dispatcher:
         if not away.any():
             return np.empty(0, np.int64)
         free = (table.moving == Moving.NONE) & (table.goal_bits == table.committed_bits)
-        rows: IntArray = np.flatnonzero(away & free).astype(np.int64)
-        return rows
+        return self._holdings.dealt(np.flatnonzero(away & free).astype(np.int64))
 
     def _batches(self, rows: IntArray, lowers: bool, step: int) -> tuple[Batch, ...]:
         if step < self._not_before[lowers] or not len(rows):
@@ -246,13 +231,3 @@ class Dispatcher:
 
     def _begin(self, lowers: bool) -> Callable[[IntArray, BitsArray], IntArray]:
         return self.table.begin_lower if lowers else self.table.begin_reload
-
-    def _pages_to_raise(self, rows: IntArray) -> int:
-        """Pages that the arenas grow by when `rows` begin to come in."""
-        kinds, levels = len(KINDS), len(self.table.sizes.levels)
-        now, kind = self.table.slots().flat(), rows % kinds
-        old, new = self.table.committed_bits[rows], self.table.desired_bits[rows]
-        first = kinds + kind * levels - self.table.sizes.lowest
-        more = now + np.bincount(first + new, minlength=len(now))
-        more[:kinds] += np.bincount(kind, new - old, minlength=kinds).astype(np.int64)
-        return self._held(more) - self._held(now)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MESSAGE_VERSION = 2
+MESSAGE_VERSION = 3
 
 
 class Stage(IntEnum):
@@ -53,8 +53,9 @@ class StepPlan:
     prepare: batches whose missing pages start to come in.
     grow:    granules wanted, most wanted first; as many as there are pages for.
     oldest:  batches with smaller numbers are of no interest any more.
-    agree:   something is under way: all ranks exchange their reports after this step, so that what
+    agree:   something is under way: all ranks exchange their reports in this step, so that what
              the scheduler hears is what holds on all of them (`merged`).
+    signals: the reports of this step carry signals.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepPlan:
     grow: tuple[int, ...] = ()
     oldest: int = 0
     agree: bool = False
+    signals: bool = False
     version: int = MESSAGE_VERSION
 
 
@@ -90,24 +92,37 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """How a rank stands after it applied plan `step`.
+class RankPages:
+    """One rank's part of a report.
 
-    batches:    stage of every batch from the plan's `oldest` on that it has seen.
-    backed:     bit g is set when granule g is backed.
-    free_pages: pages that KV or a reload could take now. The pool's reserve is not counted.
-    counters:   running totals by name, for metrics (`Counters`).
-    returning:  pages that nobody reads any more and that go back to the pool in the next steps,
-                because only so many do in one.
+    free:      pages that KV or a reload could take now. The pool's reserve is not counted.
+    returning: pages that nobody reads any more and that go back to the pool in the next steps,
+               because only so many do in one.
+    signals:   of its own rows, None when the plan did not ask, they are on their way, or another
+               rank with the same rows sends them.
+    """
+
+    rank: int
+    free: int
+    returning: int = 0
+    signals: Signals | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """How a rank, or all of them (`merged`), stand after plan `step` was applied.
+
+    batches:  stage of every batch from the plan's `oldest` on that it has seen.
+    backed:   bit g is set when granule g is backed.
+    pages:    of each rank that the report speaks of.
+    counters: running totals by name, for metrics (`Counters`).
     """
 
     step: int
     batches: tuple[BatchStatus, ...] = ()
     backed: int = 0
-    free_pages: int = 0
+    pages: tuple[RankPages, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
-    signals: Signals | None = None
-    returning: int = 0
     version: int = MESSAGE_VERSION
 
 
@@ -121,10 +136,9 @@ def check_version(message: StepPlan | WorkerReport) -> None:
 
 
 def merged(reports: Sequence[WorkerReport]) -> WorkerReport:
-    """What holds on all ranks: least stage, common granules, fewest pages, first rank's signals.
+    """What holds on all ranks: least stage, common granules, the pages of each.
 
-    A batch that failed on one rank has failed. Counters, and pages that still return, are the
-    largest of any rank.
+    A batch that failed on one rank has failed. Counters are the largest of any rank.
     """
     backed = reports[0].backed
     for report in reports[1:]:
@@ -134,8 +148,7 @@ def merged(reports: Sequence[WorkerReport]) -> WorkerReport:
         step=min(report.step for report in reports),
         batches=_least(reports),
         backed=backed,
-        free_pages=min(report.free_pages for report in reports),
-        returning=max(report.returning for report in reports),
+        pages=tuple(pages for report in reports for pages in report.pages),
         counters=_largest(report.counters for report in reports),
     )
 

@@ -185,10 +185,9 @@ class Mover:
         ]
         rows = [row for flight in ready for row in flight.batch.rows]
         bits = [level for flight in ready for level in flight.batch.bits]
-        if not rows:
-            return
         try:
-            self.weights.commit(rows, bits)
+            if rows:  # a batch may have none on this rank
+                self.weights.commit(rows, bits)
         except Transient:
             self.counters.rolled_back += 1
             return

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from pagedweight.core.calibration import Calibration
+from pagedweight.core.holdings import Holdings
 from pagedweight.core.observation import BatchSignals, RequestSignals, decayed, merge_signals
 from pagedweight.kernels.contract import FEATURES, LayerStats
-from pagedweight.runtime.messages import Signals
+from pagedweight.runtime.messages import Signals, WorkerReport
 
 
 def take_signals(stats: Sequence[LayerStats]) -> Signals:
@@ -30,6 +31,27 @@ def take_signals(stats: Sequence[LayerStats]) -> Signals:
         layer.tokens.zero_()
         layer.features.zero_()
     return taken
+
+
+def whole_signals(report: WorkerReport, holdings: Holdings) -> Signals | None:
+    """The model's signals out of those of its holdings; None unless all of them are there."""
+    found = {holdings.of_rank(one.rank): one.signals for one in report.pages if one.signals}
+    if len(found) < holdings.count:
+        return None
+    if holdings.count == 1:
+        return found[0]
+    layers, experts, kinds = holdings.index.shape
+    whole = Signals(
+        np.zeros((layers, experts), np.float32),
+        np.zeros((layers, experts), np.float32),
+        np.zeros((layers, experts, kinds, FEATURES), np.float32),
+    )
+    for number, part in enumerate(holdings.parts):
+        grid = np.ix_(part.layers, part.experts)
+        whole.mass[grid] = found[number].mass
+        whole.tokens[grid] = found[number].tokens
+        whole.features[grid] = found[number].features
+    return whole
 
 
 class RankStats:

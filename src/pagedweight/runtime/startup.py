@@ -44,12 +44,14 @@ def open_rank(
     poison: bool = False,
     reserve: int | None = None,
     pages_per_step: int | None = None,
+    rank: int = 0,
+    rows: NDArray[np.int64] | None = None,
 ) -> MemoryWorker:
     """Create the pool of a rank, load its experts at `bits` [rows]; KV is attached later.
 
     budget_bytes is for experts and KV together; `reserve`: pages of it to keep for lowering, None:
-    as many as that needs; `pages_per_step`: see `MemoryWorker`. Set `worker.kv` once the KV layout
-    is known.
+    as many as that needs; `pages_per_step`, `rank`, `rows`: see `MemoryWorker`. Set `worker.kv`
+    once the KV layout is known.
     UserError with the numbers when the budget or the machine is too small.
     """
     if reserve is None:
@@ -65,4 +67,4 @@ def open_rank(
     )
     weights.load(bits)
     mover = Mover(weights, WeightPageTable(tier.index, tier.sizes, bits))
-    return MemoryWorker(mover, pages_per_step=pages_per_step)
+    return MemoryWorker(mover, pages_per_step=pages_per_step, rank=rank, rows=rows)

@@ -7,11 +7,15 @@ What the device or the pool refuses is rolled back, counted and reported; it nev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
+from pagedweight.core.size_table import IntArray
 from pagedweight.errors import Transient
 from pagedweight.memory.kv_region import KVRegion
 from pagedweight.runtime.messages import (
+    Batch,
+    RankPages,
     Signals,
     StepPlan,
     WorkerReport,
@@ -25,16 +29,32 @@ class MemoryWorker:
     """Applies `StepPlan`s to a rank's weights and, when it has one, its KV region."""
 
     def __init__(
-        self, mover: Mover, kv: KVRegion | None = None, pages_per_step: int | None = None
+        self,
+        mover: Mover,
+        kv: KVRegion | None = None,
+        pages_per_step: int | None = None,
+        rank: int = 0,
+        rows: IntArray | None = None,
     ) -> None:
         """pages_per_step: most pages that go back to the pool, and most that KV takes, in a step
-        (on a GPU the driver needs tens of microseconds for each); None: no limit."""
+        (on a GPU the driver needs tens of microseconds for each); None: no limit. rows: numbers in
+        plans of this rank's rows, ascending or not (`Holding.rows`); None: plans number them so."""
         self.pages_per_step = pages_per_step
+        self.rank = rank
+        self.rows: IntArray | None = None
+        self._local: dict[int, int] = {}
+        if rows is not None:
+            self.number_rows(rows)
         self.mover = mover
         self.kv = kv
         self.counters = mover.counters
         self._pool = mover.weights.pool
         self._step = 0
+
+    def number_rows(self, rows: IntArray) -> None:
+        """From now on plans call row n of this rank rows[n]."""
+        self.rows = rows
+        self._local = {row: n for n, row in enumerate(rows.tolist())}
 
     def apply(self, plan: StepPlan) -> None:
         """Do what `plan` says, in its order. A batch to prepare and commit at once is waited for.
@@ -51,7 +71,7 @@ class MemoryWorker:
         mover.commit(plan.commit)
         self._reclaim()
         for batch in plan.prepare:
-            mover.prepare(batch)
+            mover.prepare(self._own(batch))
             if batch.number in at_once:  # the next batch may need what this one gives back
                 mover.settle({batch.number})
                 mover.commit({batch.number})
@@ -60,15 +80,26 @@ class MemoryWorker:
 
     def report(self, signals: Signals | None = None) -> WorkerReport:
         """How things stand after the last plan, with the signals that the model gathered since."""
+        returning = self.mover.weights.held_back + (self.kv.backing.held_back if self.kv else 0)
         return WorkerReport(
             step=self._step,
             batches=self.mover.statuses(),
             backed=mask_of(self.kv.backed) if self.kv else 0,
-            free_pages=self._pool.can_take(),
-            returning=self.mover.weights.held_back + (self.kv.backing.held_back if self.kv else 0),
+            pages=(RankPages(self.rank, self._pool.can_take(), returning, signals),),
             counters=self.counters.as_dict(),
-            signals=signals,
         )
+
+    def _own(self, batch: Batch) -> Batch:
+        """What of a batch happens here, perhaps nothing; it is ready and committed all the same, so
+        that it stands or falls with the other ranks'."""
+        if self.rows is None:
+            return batch
+        own = [
+            (self._local[row], bits)
+            for row, bits in zip(batch.rows, batch.bits, strict=True)
+            if row in self._local
+        ]
+        return replace(batch, rows=tuple(r for r, _ in own), bits=tuple(b for _, b in own))
 
     def _reclaim(self) -> None:
         most, before = self.pages_per_step, self._pool.free

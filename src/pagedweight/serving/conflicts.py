@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from pagedweight.errors import UserError
+from pagedweight.serving.options import ServeOptions
 
 _OURS = "--memory sets it"
 NEVER = {
@@ -15,22 +17,15 @@ NEVER = {
     "--enable-sleep-mode": "it releases the memory that the pool counts on",
     "--enable-eplb": "it moves experts between ranks",
     "--kv-transfer-config": "connectors register KV memory, which here comes and goes",
-    "--enable-expert-parallel": (
-        "each rank would hold other experts and give back other pages, and a plan has one target "
-        "for all ranks"
-    ),
+    "--expert-placement-strategy": "experts are expected in vLLM's usual order",
 }
 """Whatever their value."""
 ABOVE_ONE = {
-    ("--pipeline-parallel-size", "-pp"): (
-        "each rank would hold other layers and give back other pages, and a plan has one target "
-        "for all ranks"
-    ),
     ("--data-parallel-size", "-dp"): "each engine would plan for memory that the others plan for",
 }
 """Refused when larger than 1."""
 _ALSO = "; it works without --memory, at fixed bits (--bits, --plan)"
-_STATIC = ("--enable-expert-parallel", "--pipeline-parallel-size", "--data-parallel-size")
+_STATIC = ("--expert-placement-strategy", "--data-parallel-size")
 
 
 def refuse_with_memory(arguments: Sequence[str]) -> None:
@@ -45,6 +40,27 @@ def refuse_with_memory(arguments: Sequence[str]) -> None:
             faults.append(f"{flags[0]} ({why}{_ALSO if flags[0] in _STATIC else ''})")
     if faults:
         raise UserError(f"--memory does not go with {'; nor with '.join(faults)}")
+    if value(arguments, "--distributed-executor-backend") == "ray" and _first_ray_executor():
+        raise UserError(
+            "--memory does not go with vLLM's first Ray executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND="
+            "0), which calls the model past the worker: leave that variable out"
+        )
+
+
+def refuse_with_holdings(options: ServeOptions) -> None:
+    """UserError for what needs ranks that hold all rows, where experts or layers are dealt out."""
+    given = [f"--{name}" for name in ("trace", "replay") if getattr(options, name) is not None]
+    if options.gpu_memory is not None:
+        given.append("--gpu-memory")
+    if given:
+        raise UserError(
+            f"{', '.join(given)}: not with --enable-expert-parallel or --pipeline-parallel-size, "
+            "where ranks hold different rows; give --memory alone"
+        )
+
+
+def _first_ray_executor() -> bool:
+    return os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1") == "0"
 
 
 def refuse_on_cpu(arguments: Sequence[str]) -> None:
@@ -65,16 +81,20 @@ def has(arguments: Sequence[str], flag: str) -> bool:
 
 def number(arguments: Sequence[str], *flags: str) -> int:
     """The number given for one of `flags`, 1 when there is none; UserError when it is no number."""
+    given = value(arguments, *flags)
+    try:
+        return 1 if given is None else int(given)
+    except ValueError as error:
+        raise UserError(f"{flags[0]}: {given!r} is not a number") from error
+
+
+def value(arguments: Sequence[str], *flags: str) -> str | None:
+    """What was given for the first of `arguments` that is one of `flags`; None without any."""
     for index, argument in enumerate(arguments):
-        if _name(argument) not in flags:
-            continue
-        _, given, value = argument.partition("=")
-        value = value if given else next(iter(arguments[index + 1 : index + 2]), "")
-        try:
-            return int(value)
-        except ValueError as error:
-            raise UserError(f"{argument}: {value!r} is not a number") from error
-    return 1
+        if _name(argument) in flags:
+            _, given, text = argument.partition("=")
+            return text if given else next(iter(arguments[index + 1 : index + 2]), "")
+    return None
 
 
 def _name(argument: str) -> str:

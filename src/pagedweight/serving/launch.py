@@ -19,9 +19,15 @@ from pagedweight.core.policies import Assignment
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import check_writable
 from pagedweight.runtime.trace import BitTrace
-from pagedweight.serving.conflicts import has, number, refuse_on_cpu, refuse_with_memory
+from pagedweight.serving.conflicts import (
+    has,
+    refuse_on_cpu,
+    refuse_with_holdings,
+    refuse_with_memory,
+)
 from pagedweight.serving.elastic.backend import on_gpu
 from pagedweight.serving.elastic.budget import check_memory, fixed_bits, plan_context
+from pagedweight.serving.elastic.dealing import Dealing, Parallel
 from pagedweight.serving.elastic.gpu_budget import within_gpu
 from pagedweight.serving.elastic.tracing import check_trace
 from pagedweight.serving.options import ServeOptions
@@ -67,25 +73,20 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
 def _classes(checkpoint: Checkpoint, options: ServeOptions, rest: list[str]) -> list[str]:
     """The flags that put our scheduler and worker in; UserError on what they do not go with."""
     refuse_with_memory(rest)
+    dealing = Dealing.of(checkpoint, Parallel.of_arguments(rest))
+    if dealing.holdings.count > 1:
+        refuse_with_holdings(options)
     if options.trace is not None:
         check_trace(options.trace)
     if options.replay is not None:
         BitTrace.load(options.replay)
-    context = plan_context(checkpoint, options, number(rest, "--tensor-parallel-size", "-tp"))
-    check_memory(context, options, fixed_bits(checkpoint, options))
+    context = plan_context(checkpoint, options, dealing.parallel.cuts)
+    fixed = dealing.rows_of(fixed_bits(checkpoint, options))
+    for of, bits in zip(dealing.contexts(context), fixed, strict=True):
+        check_memory(of, options, bits)
     kv = ["--kv-cache-memory-bytes", str(options.memory), *_share(options, rest)]
     scheduler, worker = elastic_classes(rest)
     return ["--scheduler-cls", scheduler, "--worker-cls", worker, *kv]
-
-
-def _share(options: ServeOptions, rest: Sequence[str]) -> list[str]:
-    """vLLM's start-up check of free memory made one of this budget, unless the user gave a share:
-    its default asks for 92% of the GPU, whatever else runs there."""
-    if not on_gpu() or has(rest, "--gpu-memory-utilization"):
-        return []
-    wanted = options.gpu_memory or options.memory or 0
-    share = wanted / torch.cuda.get_device_properties(0).total_memory
-    return ["--gpu-memory-utilization", f"{min(1.0, max(0.0001, share)):.4f}"]
 
 
 def _beside_two_levels(
@@ -100,7 +101,13 @@ def _beside_two_levels(
         other = [name for name, value in vars(options).items() if value != vars(plain)[name]]
         given = [f"--{name.replace('_', '-')}" for name in other]
         raise UserError(f"{', '.join(given)} does not go with --plan {options.plan}: bits stay")
-    context = plan_context(checkpoint, options, number(rest, "--tensor-parallel-size", "-tp"))
+    dealing = Dealing.of(checkpoint, Parallel.of_arguments(rest))
+    if dealing.holdings.count > 1:
+        raise UserError(
+            f"--memory with --plan {options.plan} counts both levels of every expert on each rank: "
+            "not with --enable-expert-parallel or --pipeline-parallel-size"
+        )
+    context = plan_context(checkpoint, options, dealing.parallel.cuts)
     held = assignment.resident_bytes(context.sizes)
     assert options.memory is not None
     if options.memory <= held:
@@ -108,8 +115,18 @@ def _beside_two_levels(
             f"--memory {options.memory}: both levels of --plan {options.plan} take {held} bytes "
             f"alone; give more, or a smaller budget"
         )
-    kv = ["--kv-cache-memory-bytes", str(options.memory - held)]
+    kv = ["--kv-cache-memory-bytes", str(options.memory - held), *_share(options, rest)]
     return ServeOptions(plan=options.plan), [*kv, *rest]
+
+
+def _share(options: ServeOptions, rest: Sequence[str]) -> list[str]:
+    """vLLM's start-up check of free memory made one of this budget, unless the user gave a share:
+    its default asks for 92% of the GPU, whatever else runs there."""
+    if not on_gpu() or has(rest, "--gpu-memory-utilization"):
+        return []
+    wanted = options.gpu_memory or options.memory or 0
+    share = wanted / torch.cuda.get_device_properties(0).total_memory
+    return ["--gpu-memory-utilization", f"{min(1.0, max(0.0001, share)):.4f}"]
 
 
 def elastic_classes(arguments: Sequence[str] = ()) -> tuple[str, str]:

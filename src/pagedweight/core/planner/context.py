@@ -6,13 +6,14 @@ so one level of all rows is contiguous. "Level" in this package is an index into
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagedweight.core.calibration import Calibration
 from pagedweight.core.geometry import KINDS
+from pagedweight.core.holdings import Holding
 from pagedweight.core.page_table import BitsArray, WeightPageTable
 from pagedweight.core.planner.stages import Stage, bitwidth_floor_stages
 from pagedweight.core.policy import Policy
@@ -89,6 +90,26 @@ class PlanContext:
             step_slots=pages.all_step_slots(),
             stages=bitwidth_floor_stages(policy, sizes),
             usual_mass=calibration.mass / calibration.mass.sum(axis=1, keepdims=True),
+        )
+
+    def of_holding(self, holding: Holding) -> PlanContext:
+        """The rows of a holding by themselves: the same damage, in the same unit. Routing mass
+        stays relative to whole layers; the residual comes with the signals, so heads stay behind.
+        """
+        rows, grid = holding.rows(self.index), np.ix_(holding.layers, holding.experts)
+        whole = self.calibration
+        calibration = Calibration(
+            whole.levels, whole.sensitivity[grid], whole.mass[grid], None, whole.measured, ()
+        )
+        return replace(
+            self,
+            index=holding.index,
+            calibration=calibration,
+            resting_bits=self.resting_bits[rows],
+            global_damage=np.ascontiguousarray(self.global_damage[:, rows]),
+            delta=np.ascontiguousarray(self.delta[:, rows]),
+            inverse_delta=np.ascontiguousarray(self.inverse_delta[:, rows]),
+            usual_mass=self.usual_mass[grid],
         )
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +82,46 @@ class Plan:
             stage_bytes=max(returned, 0),
             damage=harm if offload else -harm,
         )
+
+    @staticmethod
+    def joined(plans: Sequence[Plan], rows: Sequence[IntArray]) -> Plan:
+        """One plan of those of all holdings; `rows`: of each holding, numbered as in the model.
+
+        Bytes and damage are sums. An offload if any lowers rows, although others may raise theirs
+        (exchanges); its stage is the loosest, that of the plan with most damage.
+        """
+        moved = [plan for plan in plans if plan.kind != "none"]
+        of_kind = [plan for plan in moved if plan.kind == "offload"] or moved or list(plans)
+        first = max(of_kind, key=lambda plan: plan.damage)
+        number = np.concatenate([own[plan.rows] for plan, own in zip(plans, rows, strict=True)])
+        order = np.argsort(number)
+
+        def together(parts: list[NDArray[Any]]) -> NDArray[Any]:
+            out: NDArray[Any] = np.concatenate(parts)[order]
+            return out
+
+        return Plan(
+            kind=first.kind,
+            stage=first.stage,
+            rows=number[order],
+            from_bits=together([plan.from_bits for plan in plans]),
+            to_bits=together([plan.to_bits for plan in plans]),
+            delta=together([plan.delta for plan in plans]),
+            target_bytes=sum(plan.target_bytes for plan in plans),
+            returned_bytes=sum(plan.returned_bytes for plan in plans),
+            stage_bytes=sum(min(plan.stage_bytes, plan.target_bytes) for plan in plans),
+            damage=sum(plan.damage for plan in plans),
+        )
+
+    def without_rises(self) -> Plan:
+        """The rows that are lowered; an empty plan when there are none."""
+        falls = self.to_bits < self.from_bits
+        if not falls.any():
+            return Plan.none(self.stage, self.target_bytes)
+        if falls.all():
+            return self
+        kept = (self.rows[falls], self.from_bits[falls], self.to_bits[falls], self.delta[falls])
+        return replace(self, rows=kept[0], from_bits=kept[1], to_bits=kept[2], delta=kept[3])
 
     @property
     def satisfied(self) -> bool:

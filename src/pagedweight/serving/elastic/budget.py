@@ -10,7 +10,8 @@ Worker and scheduler compute it from the same inputs and so agree without a mess
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,12 @@ class Budget:
         part = self.granule_blocks * self.block.layer_bytes
         whole = part % self.page_bytes == 0
         return self.block.layers * (pages_of(part, self.page_bytes) + (0 if whole else 1))
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody has at the start, at least."""
+        kv = self.usable_granules * self.granule_pages
+        return self.pages - self.reserve - self.weight_pages - kv
 
 
 def fixed_bits(checkpoint: Checkpoint, options: ServeOptions) -> NDArray[np.int32] | None:
@@ -148,6 +155,24 @@ def divide(
     )
     return Budget(
         page, pages, reserve, block, granule, bits, held, floor_pages, usable, reachable * granule
+    )
+
+
+def divide_all(
+    contexts: Sequence[PlanContext],
+    options: ServeOptions,
+    blocks: Sequence[KVBlock],
+    fixed: Sequence[NDArray[np.int32] | None],
+) -> tuple[Budget, ...]:
+    """`divide` for each holding. KV has as many blocks on all of them as the tightest can back."""
+    found = [
+        divide(*each)
+        for each in zip(contexts, [options] * len(contexts), blocks, fixed, strict=True)
+    ]
+    usable = min(budget.usable_granules for budget in found)
+    reachable = min(budget.reachable_blocks for budget in found)
+    return tuple(
+        replace(budget, usable_granules=usable, reachable_blocks=reachable) for budget in found
     )
 
 

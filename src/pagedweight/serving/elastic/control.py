@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pagedweight.checkpoint.reader import Checkpoint
+from pagedweight.core.holdings import Holdings
 from pagedweight.core.page_table import WeightPageTable
-from pagedweight.core.planner import PlanContext, Planner
+from pagedweight.core.planner import PlanContext, Planner, PlanQueue
+from pagedweight.core.planner.holdings import HoldingsPlanner
 from pagedweight.runtime.controller import BlockDemand, Controller, KVShape
 from pagedweight.runtime.dispatch import DispatchConfig
 from pagedweight.runtime.granules import GranuleLedger
@@ -16,12 +20,12 @@ from pagedweight.runtime.signals import SignalWindow
 from pagedweight.runtime.trace import BitTrace
 from pagedweight.serving.elastic.backend import on_gpu
 from pagedweight.serving.elastic.budget import (
-    Budget,
     KVBlock,
-    divide,
+    divide_all,
     fixed_bits,
     plan_context,
 )
+from pagedweight.serving.elastic.dealing import Dealing, Parallel
 from pagedweight.serving.elastic.parking import ParkedBlocks
 from pagedweight.serving.elastic.record import Recorder, header_of, sinks_of
 from pagedweight.serving.elastic.tracing import Replay, TracingPlanner, trace_folder
@@ -34,8 +38,15 @@ if TYPE_CHECKING:
 GPU_ROWS_PER_BATCH = 512
 
 
-def _planner(context: PlanContext, options: ServeOptions) -> Planner | TracingPlanner:
-    planner = Planner(context)
+AnyPlanner = Planner | TracingPlanner | HoldingsPlanner
+
+
+def _planner(
+    contexts: tuple[PlanContext, ...], holdings: Holdings, options: ServeOptions
+) -> AnyPlanner:
+    if holdings.count > 1:
+        return HoldingsPlanner(contexts, holdings)
+    planner = Planner(contexts[0])
     if options.trace is None:
         return planner
     return TracingPlanner(planner, trace_folder(options.trace))
@@ -60,34 +71,45 @@ class Control:
         options: ServeOptions,
         block: KVBlock,
         pool: BlockPool,
-        ranks: int,
+        parallel: Parallel,
         block_tokens: int,
         engine: int = 0,
     ) -> None:
-        """`engine`: number of this engine among data-parallel ones, for what is recorded."""
-        self.context = context = plan_context(checkpoint, options, ranks)
+        """`block`: as the ranks of one holding have it. `engine`: number of this engine among
+        data-parallel ones, for what is recorded.
+
+        budgets: of each holding; of blocks and granules all have equally many.
+        """
+        self.context = context = plan_context(checkpoint, options, parallel.cuts)
+        dealing = Dealing.of(checkpoint, parallel)
+        self.holdings = holdings = dealing.holdings
+        self.contexts = dealing.contexts(context)
         self.options = options
-        self.ranks = ranks
-        self.budget: Budget = divide(context, options, block, fixed_bits(checkpoint, options))
-        usable = range(self.budget.usable_granules)
-        self.parking = ParkedBlocks(pool, self.budget.granule_blocks, usable)
-        self.planner = _planner(context, options)
+        fixed = dealing.rows_of(fixed_bits(checkpoint, options))
+        self.budgets = divide_all(self.contexts, options, dealing.blocks(block), fixed)
+        bits = np.empty(context.index.rows, np.int32)
+        for rows, own in zip(holdings.rows, self.budgets, strict=True):
+            bits[rows] = own.bits
+        budget = self.budgets[0]
+        usable = range(budget.usable_granules)
+        self.parking = ParkedBlocks(pool, budget.granule_blocks, usable)
+        self.planner = _planner(self.contexts, holdings, options)
         self.controller = Controller(
-            WeightPageTable(context.index, context.sizes, self.budget.bits),
+            WeightPageTable(context.index, context.sizes, bits),
             self.planner,
             context.policy,
-            GranuleLedger(len(pool.blocks), self.budget.granule_blocks, usable),
-            KVShape(block.nbytes, self.budget.granule_pages),
-            self.budget.page_bytes,
+            GranuleLedger(len(pool.blocks), budget.granule_blocks, usable),
+            [KVShape(own.block.nbytes, own.granule_pages) for own in self.budgets],
+            budget.page_bytes,
             SignalWindow(context.calibration, checkpoint.top_k, context.policy.prior_tokens),
-            dispatch_config(ranks, self.budget.reserve),
+            dispatch_config(holdings.ranks, budget.reserve),
+            holdings,
+            [own.free_pages for own in self.budgets],
         )
         self.preemptions = 0
         self._model_steps = 0
         self._replay = (
-            None
-            if options.replay is None
-            else Replay(BitTrace.load(options.replay), self.budget.bits)
+            None if options.replay is None else Replay(BitTrace.load(options.replay), bits)
         )
         header = header_of(self, checkpoint, block_tokens, engine, time.time())
         self.recorder = Recorder(self, sinks_of(header, options.timeline))
@@ -123,6 +145,12 @@ class Control:
         if self._replay is not None or self.options.still:
             return False
         return self.controller.wants_step(demand)
+
+    @property
+    def queues(self) -> list[PlanQueue]:
+        """What the planner remembers, for each holding."""
+        planner = self.planner
+        return planner.queues if isinstance(planner, HoldingsPlanner) else [planner.queue]
 
     def _bits_change(self) -> None:
         if self.options.prefix_policy == "reset":

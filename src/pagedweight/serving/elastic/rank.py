@@ -25,21 +25,19 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
-from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from pagedweight.errors import UserError
 from pagedweight.runtime.messages import StepPlan, WorkerReport, merged
+from pagedweight.serving.elastic.dealing import Parallel
 from pagedweight.serving.elastic.kv_layout import kv_block, kv_layout
 from pagedweight.serving.elastic.scheduler import ATTRIBUTE
 from pagedweight.serving.elastic.store import ElasticStore
 from pagedweight.serving.elastic.tracing import BitRecorder, trace_folder
 from pagedweight.serving.plugin import announce
 from pagedweight.serving.store import expert_store
-
-SIGNAL_STEPS = 4
-"""Steps between two reports with signals: they are larger than all the rest of a report."""
 
 
 class KVOnRegion(TorchFunctionMode):
@@ -98,9 +96,18 @@ class ElasticRank:
         layout must be settled."""
         store = self.store
         specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
-        store.start(kv_block(get_kv_cache_groups(self.vllm_config, specs)))
+        groups, config = get_kv_cache_groups(self.vllm_config, specs), self.vllm_config
+        parallel = Parallel.of_config(config.parallel_config)
+        if parallel.pipeline > 1 and len(groups) > 1:
+            raise UserError(
+                "--memory with --pipeline-parallel-size needs attention layers of one kind: how "
+                f"vLLM deals {len(groups)} groups of KV blocks out to stages is not followed; "
+                "serve it with --bits or --plan"
+            )
+        store.start(kv_block(groups), parallel, self.rank)
         self.budget = store.budget
         self._plan: StepPlan | None = None
+        self._report: WorkerReport | None = None
         self._recorder: BitRecorder | None = None
         if store.options.trace is not None and self.rank == 0:
             folder = trace_folder(store.options.trace)
@@ -129,6 +136,8 @@ class ElasticRank:
                 self.store.forget_signals()
             self._plan = plan
             self.store.worker.apply(plan)
+        if self._plan is not None:
+            self._report = self._agreed(self._plan)
         tokens = scheduler_output.total_num_scheduled_tokens
         if self._recorder is not None and tokens:
             self._recorder.model_step(self.committed_bits())
@@ -144,21 +153,29 @@ class ElasticRank:
         return self.store.worker.mover.weights.kernel_tables.written.bits.copy()
 
     def bits_digest(self) -> str:
-        """Digest of `committed_bits`: what ranks must have in common (asked by collective_rpc)."""
+        """Digest of `committed_bits`: what ranks with the same rows must have in common (asked by
+        collective_rpc)."""
         return hashlib.sha256(self.committed_bits().tobytes()).hexdigest()
 
-    def _with_report(self, output: Any) -> Any:
-        if self._plan is None or output is None:
-            return output
-        report = self._report(self._plan)
-        if isinstance(output, AsyncModelRunnerOutput):
-            return ReportedOutput(output, report)
-        return with_report(output, report)
+    def committed_rows(self) -> tuple[list[int], list[int]]:
+        """Rows of the model that this rank holds, and q of each (asked by collective_rpc)."""
+        bits, rows = self.committed_bits().tolist(), self.store.worker.rows
+        return list(range(len(bits))) if rows is None else rows.tolist(), bits
 
-    def _report(self, plan: StepPlan) -> WorkerReport:
-        signals = self.store.take_signals() if plan.step % SIGNAL_STEPS == 0 else None
+    def _with_report(self, output: Any) -> Any:
+        if self._report is None or output is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return ReportedOutput(output, self._report)
+        return with_report(output, self._report)
+
+    def _agreed(self, plan: StepPlan) -> WorkerReport:
+        """What goes back to the scheduler: how things stand on this rank or, when the plan says so,
+        on all. They are asked on entry to the step, which stages of a pipeline all pass in order,
+        although only the last has an output."""
+        signals = self.store.take_signals() if plan.signals else None
         report = self.store.worker.report(signals)
-        group = get_tp_group()
+        group = get_world_group()
         if not plan.agree or group.world_size == 1:
             return report
         reports: list[WorkerReport | None] = [None] * group.world_size

@@ -44,29 +44,30 @@ class Sink(Protocol):
 def header_of(
     control: Control, checkpoint: Checkpoint, block_tokens: int, engine: int, started: float
 ) -> Header:
-    """The timeline's header; blocks are counted without the null block."""
-    budget, policy, page = control.budget, control.context.policy, control.budget.page_bytes
-    granules = control.controller.granules
-    granule = budget.granule_pages * page
+    """The timeline's header; blocks are counted without the null block. Bytes are of one rank of
+    each holding."""
+    budgets, policy, granules = control.budgets, control.context.policy, control.controller.granules
+    budget, page = budgets[0], budgets[0].page_bytes
+    granule = sum(own.granule_pages for own in budgets) * page
     return Header(
         started=started,
         version=__version__,
         model=checkpoint.path.resolve().name,
         precision="static" if control.options.still else "elastic",
         levels=checkpoint.bits,
-        ranks=control.ranks,
+        ranks=control.holdings.ranks,
         engine=engine,
         budget=BudgetSplit(
-            total=budget.pages * page,
+            total=sum(own.pages for own in budgets) * page,
             page=page,
-            reserve=budget.reserve * page,
-            weights_at_start=budget.weight_pages * page,
-            weights_at_floor=budget.floor_pages * page,
+            reserve=sum(own.reserve for own in budgets) * page,
+            weights_at_start=sum(own.weight_pages for own in budgets) * page,
+            weights_at_floor=sum(own.floor_pages for own in budgets) * page,
             kv_at_start=budget.usable_granules * granule,
             kv_reachable=budget.reachable_blocks // budget.granule_blocks * granule,
         ),
         block_tokens=block_tokens,
-        block_bytes=budget.block.nbytes,
+        block_bytes=sum(own.block.nbytes for own in budgets),
         granule_blocks=budget.granule_blocks,
         usable_at_start=granules.usable_blocks,
         reachable=granules.total_blocks - 1,
@@ -107,7 +108,7 @@ class Recorder:
         self._control = control
         self._sinks = sinks
         self._wall, self._monotonic = wall, monotonic
-        self._at_rest = predict_damage(control.context, None)
+        self._at_rest = [predict_damage(context, None) for context in control.contexts]
         self._step = self._scheduled = self._generated = 0
         self._floor_hits, self._damage_taken = 0, 0.0
         self._queues = {"running": 0, "waiting": 0, "kv_demanded": 0, "kv_used": 0}
@@ -205,13 +206,13 @@ class Recorder:
             bits_down=down,
             device_bytes=table.bytes_in(PageState.DEVICE),
             transfer_bytes=table.bytes_in(PageState.IN_TRANSFER),
-            kv_bytes=(granules.usable_blocks + 1) * control.budget.block.nbytes,
-            free_bytes=self._free_pages * control.budget.page_bytes,
+            kv_bytes=(granules.usable_blocks + 1) * sum(b.block.nbytes for b in control.budgets),
+            free_bytes=self._free_pages * control.budgets[0].page_bytes,
             target_bytes=status.target_bytes if status else 0,
             plan=status.plan_kind if status else "none",
             stage=status.stage if status else "",
             plan_damage=status.predicted_damage if status else 0.0,
-            damage=damage_at(control.context, self._damage, table.committed_bits),
+            damage=self._damage(table.committed_bits),
             rows_waiting=status.rows_waiting if status else 0,
             batches=status.batches_under_way if status else 0,
             preemptions=control.preemptions,
@@ -229,16 +230,17 @@ class Recorder:
     @property
     def _free_pages(self) -> int:
         """Ranks do not report when precision is static: then the division at the start holds."""
-        budget = self._control.budget
-        if not self._control.options.still:
-            return self._control.controller.free_pages
-        kv = budget.usable_granules * budget.granule_pages
-        return budget.pages - budget.reserve - budget.weight_pages - kv
+        control = self._control
+        if not control.options.still:
+            return int(control.controller.free_pages.sum())
+        return sum(own.free_pages for own in control.budgets)
 
-    @property
-    def _damage(self) -> Damage:
-        """Under the latest signals that were planned with."""
-        return self._control.planner.queue.damage or self._at_rest
+    def _damage(self, bits: NDArray[np.int32]) -> float:
+        """Of `bits` [rows] under the latest signals that were planned with."""
+        control = self._control
+        of = [q.damage or rest for q, rest in zip(control.queues, self._at_rest, strict=True)]
+        each = zip(control.contexts, of, control.holdings.rows, strict=True)
+        return sum(damage_at(context, damage, bits[rows]) for context, damage, rows in each)
 
     def _flush(self) -> None:
         self._flushed = self._times[1]

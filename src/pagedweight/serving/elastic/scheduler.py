@@ -19,8 +19,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from pagedweight.checkpoint.reader import Checkpoint
+from pagedweight.errors import UserError
 from pagedweight.runtime.controller import BlockDemand
 from pagedweight.serving.elastic.control import Control
+from pagedweight.serving.elastic.dealing import Parallel
 from pagedweight.serving.elastic.demand import block_demand
 from pagedweight.serving.elastic.kv_layout import kv_block
 from pagedweight.serving.options import ServeOptions
@@ -43,7 +45,7 @@ class _Elastic:
             ServeOptions.of(config.additional_config),
             kv_block(self.kv_cache_config.kv_cache_groups),
             self.kv_cache_manager.block_pool,
-            config.parallel_config.tensor_parallel_size,
+            Parallel.of_config(config.parallel_config),
             self.block_size,
             config.parallel_config.data_parallel_index,
         )
@@ -67,6 +69,12 @@ class _Elastic:
         report = getattr(model_runner_output, ATTRIBUTE, None)
         if report is not None:
             self.control.hear(report)
+        elif getattr(scheduler_output, ATTRIBUTE, None) is not None:
+            raise UserError(
+                "a step came back without the report of its ranks: this executor calls the model "
+                "past pagedweight's worker; use --distributed-executor-backend mp, or Ray with "
+                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 (vLLM's default)"
+            )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.control.recorder.generated(
             sum(len(out.new_token_ids) for group in outputs.values() for out in group.outputs)
