@@ -32,7 +32,9 @@ def test_a_row_has_every_stage_and_grows_with_the_layers(name, tmp_path):
     config = small(name)
     text = random_tokens(config["vocab_size"], 8, 32, seed=0)
     whole = config | {"num_hidden_layers": 6}
-    row = measure(config, whole, tmp_path, text, "cpu", "compensated")
+    half, row = measure(config, whole, tmp_path, text, "cpu", "compensated")
+    assert set(half["measured"]) == {"quantize"}
+    assert half["whole_model"]["sum_s"] == half["whole_model"]["quantize_s"]
     assert row["moe_layers_measured"] == 2
     assert row["moe_layers_of_model"] == 6
     quantize, calibrate = row["measured"]["quantize"], row["measured"]["calibrate"]

@@ -15,7 +15,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,21 +88,31 @@ def measure(
     text: CalibrationTokens,
     device: str,
     codes: Codes,
-) -> dict[str, Any]:
-    """One row: a source of `config` below `folder` (removed afterwards), `whole` the full model's
-    config.json."""
+) -> Iterator[dict[str, Any]]:
+    """One row, first with quantize alone, then whole: a source of `config` below `folder` (removed
+    afterwards), `whole` the full model's config.json."""
     source = _timed(lambda: make_source(config, folder / "source", device, 0), "source")
+    measured: dict[str, dict[str, Any]] = {}
     try:
-        quantized = _quantize(source, folder / "out", text, device, codes)
-        calibrated = _calibrate(folder / "out", source, text, device)
-        growth = _growth(source, whole)
+        measured["quantize"] = _quantize(source, folder / "out", text, device, codes)
+        yield _row(source, whole, text, device, codes, measured)
+        measured["calibrate"] = _calibrate(folder / "out", source, text, device)
+        yield _row(source, whole, text, device, codes, measured)
     finally:
         for part in ("source", "out"):
             shutil.rmtree(folder / part, ignore_errors=True)
-    full = {
-        "quantize": _grown(quantized["seconds"], growth),
-        "calibrate": _grown(calibrated["seconds"], growth),
-    }
+
+
+def _row(
+    source: SourceCheckpoint,
+    whole: Mapping[str, Any],
+    text: CalibrationTokens,
+    device: str,
+    codes: Codes,
+    measured: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    growth = _growth(source, whole)
+    full = {name: _grown(found["seconds"], growth) for name, found in measured.items()}
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "codes": codes,
@@ -110,10 +120,10 @@ def measure(
         "sequence_length": text.tokens.shape[1],
         "moe_layers_measured": len(source.moe_layers),
         "moe_layers_of_model": len(architecture_of(whole).facts(whole).moe_layers),
-        "measured": {"quantize": quantized, "calibrate": calibrated},
+        "measured": dict(measured),
         "whole_model": {
             **{f"{name}_s": round(seconds, 1) for name, seconds in full.items()},
-            "both_s": round(sum(full.values()), 1),
+            "sum_s": round(sum(full.values()), 1),
         },
     }
 
@@ -220,16 +230,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, whole = model_config(options.model, options.layers), model_config(options.model)
     sizes = (config["vocab_size"], options.sequences, options.sequence_length)
     text = random_tokens(*sizes, seed=0)
+    before = json.loads(options.o.read_text())["rows"] if options.o.exists() else []
+    key = (options.model, options.codes)
+    others = [row for row in before if (row["model"], row["codes"]) != key]
+    run = measure(config, whole, options.folder, text, options.device, options.codes)
     try:
-        row = measure(config, whole, options.folder, text, options.device, options.codes)
+        for row in run:  # what is there is kept, whatever becomes of the rest
+            rows = [*others, {"model": options.model, **row}]
+            write_record(options.o, {"question": QUESTION, "machine": machine(), "rows": rows})
     except UserError as error:
         print(f"offline: {error}", file=sys.stderr)
         sys.exit(2)
-    rows = json.loads(options.o.read_text())["rows"] if options.o.exists() else []
-    key = (options.model, options.codes)
-    rows = [row for row in rows if (row["model"], row["codes"]) != key]
-    rows.append({"model": options.model, **row})
-    write_record(options.o, {"question": QUESTION, "machine": machine(), "rows": rows})
     print(json.dumps(rows[-1], indent=1))
 
 

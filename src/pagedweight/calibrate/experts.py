@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from pagedweight.checkpoint.source import SourceCheckpoint
+from pagedweight.checkpoint.source import READERS, SourceCheckpoint
 from pagedweight.core.geometry import KINDS
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -41,12 +42,17 @@ class ExpertCall:
 
 
 def read_experts(source: SourceCheckpoint, layer_pos: int, device: torch.device) -> Weights:
-    """All routed experts of a layer on the device."""
-    return {
-        (expert, kind): source.expert(layer_pos, expert, kind).to(device)
-        for expert in range(source.shape.experts)
-        for kind in KINDS
-    }
+    """All routed experts of a layer on the device; for a GPU some are read at a time, since one
+    core copies far less than the bus takes."""
+    wanted = [(expert, kind) for expert in range(source.shape.experts) for kind in KINDS]
+
+    def read(block: tuple[int, str]) -> torch.Tensor:
+        return source.expert(layer_pos, *block).to(device)
+
+    if device.type == "cpu":
+        return {block: read(block) for block in wanted}
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(wanted, pool.map(read, wanted), strict=True))
 
 
 def run_experts(weights: Weights, activation: str, visit: Callable[[ExpertCall], None]) -> Experts:

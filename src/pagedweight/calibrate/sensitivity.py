@@ -29,7 +29,9 @@ from pagedweight.core.geometry import KINDS, LayerShape
 Method = Literal["per-token", "factored"]
 METHODS: tuple[Method, ...] = ("per-token", "factored")
 HOLD_BYTES = 1 << 30
-"""Routed vectors of a layer that wait for their products; more are worked off in between."""
+"""Routed vectors of a layer that wait for their products on the CPU; more are worked off in
+between, which makes every block's levels anew. A GPU holds GPU_SHARE of its memory."""
+GPU_SHARE = 0.15
 TOKENS_AT_ONCE = 4096
 
 Errors = Callable[[int, str], torch.Tensor]
@@ -57,11 +59,18 @@ def factored(
     return products / n.clamp(min=1)[:, None]
 
 
+def hold_bytes(device: torch.device) -> int:
+    """Most bytes of routed vectors that wait."""
+    if device.type == "cpu":
+        return HOLD_BYTES
+    return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
 class LayerSensitivity:
     """Damage of one layer's blocks, [E, 2, levels], in all and by segment.
 
     Visit every call of the layer with gradients on, `end_sequence` after each sequence, `close` at
-    the end. Holds routed vectors of up to HOLD_BYTES and the levels of one block.
+    the end. Holds routed vectors of up to `hold_bytes` and the levels of one block.
     """
 
     def __init__(
@@ -83,7 +92,7 @@ class LayerSensitivity:
         self.total = torch.zeros(size, dtype=torch.float64, device=device)
         self._waiting: dict[tuple[int, str], list[tuple[torch.Tensor, ...]]] = {}
         self._sums: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._held = 0
+        self._held, self._most = 0, hold_bytes(device)
 
     def visit(self, call: ExpertCall) -> None:
         """Keep a call's inputs, and its outputs' gradient when that comes."""
@@ -99,7 +108,7 @@ class LayerSensitivity:
     def end_sequence(self) -> None:
         """Work off what waits when it is more than may be held."""
         self.sequence += 1
-        if self._held > HOLD_BYTES:
+        if self._held > self._most:
             for expert, kind in list(self._waiting):
                 self._work_off(expert, kind, self._errors(expert, kind))
             self._held = 0

@@ -8,7 +8,9 @@ anything is written.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,8 @@ from pagedweight.errors import CheckpointError, listing
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
+READERS = 8
+"""Tensors that are checked at a time."""
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -155,16 +159,24 @@ class SourceCheckpoint:
     def check_values(self, progress: Progress | None = None) -> None:
         """Read every weight once; raises CheckpointError naming each tensor with a NaN or Inf.
 
-        Memory stays at one piece of a tensor. An infinity that is alone in its tensor is a bound
+        Memory stays at READERS pieces of tensors. An infinity alone in its tensor is a bound
         (Gemma 4 stores the clipping range of its towers so) and passes. With tied embeddings and a
         stored head, the two must be equal: loaders that tie would drop the head without a word.
         """
-        found = (self._first_bad_value(name, progress) for name in self.files)
+        lock = threading.Lock()
+
+        def tell(done: int) -> None:
+            if progress:
+                with lock:
+                    progress(done)
+
+        with ThreadPoolExecutor(READERS) as pool:
+            found = list(pool.map(lambda name: self._first_bad_value(name, tell), self.files))
         if bad := [text for text in found if text]:
             raise CheckpointError(f"{self.path}: values that are not finite: {listing(bad)}")
         self._check_tied_head()
 
-    def _first_bad_value(self, name: str, progress: Progress | None) -> str:
+    def _first_bad_value(self, name: str, progress: Progress) -> str:
         """Name, index and value of a tensor's first NaN or Inf, or an empty string."""
         file = self.files[name]
         entry = file.tensors[name].entry
@@ -173,14 +185,12 @@ class SourceCheckpoint:
         for chunk in file.chunks(name):
             if dtype is not None:
                 values = torch.frombuffer(chunk, dtype=dtype)
-                bad = values.isnan() if math.prod(entry.shape) == 1 else ~values.isfinite()
-                if not text and bad.any():
-                    at = int(bad.nonzero()[0])
+                at = _first_bad(values, alone=math.prod(entry.shape) == 1) if not text else None
+                if at is not None:
                     index = torch.unravel_index(torch.tensor(position + at), entry.shape)
                     text = f"{name}{[int(i) for i in index]} is {float(values[at])}"
                 position += values.numel()
-            if progress:
-                progress(len(chunk))
+            progress(len(chunk))
         return text
 
     def _check_heads(self) -> None:
@@ -212,6 +222,14 @@ class SourceCheckpoint:
                 f"config.json ties the embeddings, but {head} differs from {embedding}; set "
                 f"tie_word_embeddings to false to keep it, or remove it"
             )
+
+
+def _first_bad(values: torch.Tensor, alone: bool) -> int | None:
+    """Where the first NaN or infinity is (a NaN, where the value is `alone`), or None."""
+    if bool(torch.isfinite(torch.stack(values.aminmax())).all()):  # a NaN is passed on
+        return None
+    bad = values.isnan() if alone else ~values.isfinite()
+    return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
 
 def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:

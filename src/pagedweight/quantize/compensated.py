@@ -85,7 +85,7 @@ def compensate(
     """
     fit_to = torch.stack([fitting_product(h, n) for h, n in zip(products, tokens, strict=True)])
     levels = sorted(plain[0].tables)
-    codes = torch.from_numpy(np.stack([rows.codes for rows in plain])).to(weights.device)
+    codes = torch.stack([torch.as_tensor(rows.codes) for rows in plain]).to(weights.device)
     tables = [
         torch.stack([_values(rows.tables[b], table_dtype) for rows in plain]).to(weights.device)
         for b in levels
@@ -187,7 +187,7 @@ def _rows(
     dtype: str,
 ) -> RowCodes:
     raw = raw_tables({b: t.to(TORCH_DTYPE[dtype]) for b, t in zip(levels, tables, strict=True)})
-    return RowCodes(_numpy(codes), raw, _numpy(losses))
+    return RowCodes(codes if codes.is_cuda else _numpy(codes), raw, _numpy(losses))
 
 
 def _numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:

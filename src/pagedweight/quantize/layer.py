@@ -66,7 +66,7 @@ def quantize_layer(
             ]
             found = _compensated(weights, moments, kind, experts, plain, table_dtype)
             for expert, codes in enumerate(found, experts.start):
-                _put(buffer, expert, kind, codes.rows, device)
+                _put(buffer, expert, kind, codes.rows)
                 error[expert, position] = codes.rows.error
                 kept[expert, position] = codes.kept_plain
                 done()
@@ -79,13 +79,13 @@ def quantize_layer(
     }
 
 
-def _put(buffer: LayerBuffer, expert: int, kind: str, rows: RowCodes, device: torch.device) -> None:
-    """Pack where that is quick: on one core a layer of 60 experts takes longer than its codes."""
-    if device.type == "cpu":
+def _put(buffer: LayerBuffer, expert: int, kind: str, rows: RowCodes) -> None:
+    """Pack on a GPU what was made there: on one core that takes longer than making it."""
+    if isinstance(rows.codes, np.ndarray):
         buffer.put(expert, kind, rows.codes, rows.tables)
         return
     block = buffer.blocks[kind]
-    codes = with_padding(torch.from_numpy(rows.codes).to(device), block)
+    codes = with_padding(rows.codes, block)
     words = pack_padded(codes, block, max(buffer.bits)).cpu().numpy().view(np.uint32)
     buffer.put_words(expert, kind, words, rows.tables)
 

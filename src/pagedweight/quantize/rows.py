@@ -30,12 +30,12 @@ a column that calibration never saw alive still lies in the cluster of its neigh
 class RowCodes:
     """Codes and tables of N rows.
 
-    codes:     uint8 [N, K], of max(levels) bits.
+    codes:     uint8 [N, K], of max(levels) bits; a tensor on a GPU where that made them.
     tables:    {b: uint16 [N, 2^b]}, bit patterns of the table dtype, ascending in a row.
     row_error: float64 [N, levels], sum over c of h_c (W - W_b)_c^2 with rounded centroids.
     """
 
-    codes: npt.NDArray[np.uint8]
+    codes: npt.NDArray[np.uint8] | torch.Tensor
     tables: dict[int, npt.NDArray[np.uint16]]
     row_error: npt.NDArray[np.float64]
 
@@ -143,7 +143,8 @@ def _quantize_torch(
     codes, leaf_weight, leaf_moment = torch_rows.fit(w, fit_h, levels[0], levels[-1])
     tables = level_tables(leaf_weight, leaf_moment, levels, dtype)
     errors = torch_rows.row_errors(w, h, codes, tables)
-    return RowCodes(codes.cpu().numpy(), raw_tables(tables), errors.cpu().numpy())
+    found = codes if codes.is_cuda else codes.numpy()
+    return RowCodes(found, raw_tables(tables), errors.cpu().numpy())
 
 
 def raw_tables(tables: dict[int, torch.Tensor]) -> dict[int, npt.NDArray[np.uint16]]:
