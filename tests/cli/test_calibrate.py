@@ -172,7 +172,7 @@ def test_inspect_explains_a_policy(tmp_path: Path, capsys) -> None:
     save_policy(Policy(alpha=1.25), path)
     assert run("inspect", "--policy", path) == 0
     said = capsys.readouterr().out
-    for word in ("alpha 1.25", "protect", "emergency", "prior_tokens 256"):
+    for word in ("alpha 1.25", "the bytes of 3 bits", "emergency", "prior_tokens 256"):
         assert word in said
     assert run("inspect", "--policy", path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["alpha"] == 1.25

@@ -188,6 +188,34 @@ def test_floors_by_bucket_and_depth_caps_hold(seed: int, share: float, cap: int)
     assert plan.satisfied == (target <= reach)
 
 
+@QUICK
+@given(seeds, pages, st.floats(0.05, 1.5), st.integers(1, 3))
+def test_least_bytes_stay_but_for_the_last_step(
+    seed: int, page: int, share: float, least: int
+) -> None:
+    """Single rows go below the level; all together stop where its bytes are."""
+    context = world(seed, page_bytes=page)
+    rows = rows_at(context, np.full(context.index.rows, 4))
+    kept = held(context, np.full(context.index.rows, least))
+    target = int(share * (held(context, rows.now) - kept))
+    free = stage_at(context, 0)
+    plan = select(context, rows, replace(free, least=least), target)
+    given = min(target, held(context, rows.now) - kept)
+    same = select(context, rows, free, given)
+    assert (after_of(context, rows, plan) == after_of(context, rows, same)).all()
+    assert plan.target_bytes == target
+    assert plan.satisfied == (target == given)
+    if target > given:
+        assert plan.stage_bytes == given
+
+
+def test_nothing_is_given_below_the_least_bytes() -> None:
+    context = world(3)
+    rows = rows_at(context, np.full(context.index.rows, 1))
+    plan = select(context, rows, replace(stage_at(context, 0), least=1), 1000)
+    assert (plan.kind, plan.stage_bytes, plan.target_bytes) == ("none", 0, 1000)
+
+
 def test_depth_caps_count_from_resting_bits() -> None:
     resting = np.full(16, 5, np.int32)
     resting[:8] = 4

@@ -86,6 +86,20 @@ def test_floor_goes_to_the_emergency_level_only_below_the_usual_one() -> None:
     assert initial_plan(context, 10**12).bits.tolist() == [6] * 16
 
 
+def test_rows_below_the_least_bits_need_no_emergency_while_all_together_have_their_bytes() -> None:
+    stages = (FloorStage("floor", (2,), least_bits=3), *WITH_EMERGENCY.stages[1:])
+    free = replace(SIMPLE, stages=stages)
+    context = world(1, free)
+    budget = bytes_at(context, 3)
+    plan = initial_plan(context, budget)
+    assert plan.bits.min() == 2
+    assert plan.held_bytes <= budget
+    assert plan.damage <= initial_plan(world(1, WITH_EMERGENCY), budget).damage
+    assert initial_plan(context, budget - 1).bits.min() == 2
+    with pytest.raises(UserError, match="at 3 bits"):
+        initial_plan(world(1, replace(free, allow_emergency=False)), budget - 1)
+
+
 @pytest.mark.parametrize("policy, bits", [(SIMPLE, 3), (WITH_EMERGENCY, 2)])
 def test_too_small_a_budget_is_refused_with_both_numbers(policy: object, bits: int) -> None:
     context = world(1, policy)  # type: ignore[arg-type]

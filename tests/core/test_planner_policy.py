@@ -27,7 +27,7 @@ def test_policy_survives_json(tmp_path: Path) -> None:
     policy = replace(
         Policy(),
         alpha=0.5,
-        stages=(FloorStage("only", (3, 3, 3, 3, 4, 4, 5), depth_cap=2),),
+        stages=(FloorStage("only", (3,) * 10 + (4, 4, 5), depth_cap=2, least_bits=4),),
         use_routing=False,
     )
     save_policy(policy, tmp_path / "policy.json")
@@ -53,7 +53,7 @@ def test_fields_left_out_have_their_defaults() -> None:
         ({"buckets": [3]}, "a Bucket is an object"),
         ({"buckets": [{"at_least": 0.0}]}, "a Bucket needs multiplier"),
         ({"stages": [{"name": "x", "floors": [3.5]}]}, "floors must be whole numbers"),
-        ({"stages": [{"name": "x", "floors": [3]}]}, "stage x has 1 floors for 7 buckets"),
+        ({"stages": [{"name": "x", "floors": [3]}]}, "stage x has 1 floors for 13 buckets"),
         ({"format_version": 2}, "format_version 2, this program reads 1"),
         ({"format": "else"}, "not a policy"),
     ],

@@ -18,7 +18,7 @@ from pagedweight.core.policies.baselines import uniform_level
 from pagedweight.core.policy import Bucket, FloorStage, Policy
 from pagedweight.errors import UserError
 
-FREE = Policy(stages=(FloorStage("floor", (2,) * 7),))
+FREE = Policy(stages=(FloorStage("floor", (2,) * 13),))
 """The defaults with every row free to go to the lowest level."""
 
 
@@ -80,7 +80,7 @@ def test_random_takes_more_than_two_levels_and_follows_its_seed():
 
 
 def test_random_respects_the_floor_that_static_has():
-    context = world(1, replace(FREE, stages=(FloorStage("floor", (3,) * 7),)))
+    context = world(1, replace(FREE, stages=(FloorStage("floor", (3,) * 13),)))
     bits = make_policy("random", context, total(context, 3.5), 0).assign(None).bits
     assert bits.min() == 3
 
@@ -174,8 +174,8 @@ def test_without_movement_bits_are_the_static_plan_whatever_comes():
     "change",
     [
         {"alpha": 0.2},
-        {"stages": (FloorStage("floor", (3,) * 7),)},
-        {"buckets": tuple(Bucket(float(n), 1.0 + n) for n in range(7))},
+        {"stages": (FloorStage("floor", (3,) * 13),)},
+        {"buckets": tuple(Bucket(float(n), 1.0 + n) for n in range(13))},
     ],
 )
 def test_policy_options_change_the_bits(change):
@@ -186,12 +186,31 @@ def test_policy_options_change_the_bits(change):
 
 
 def test_an_emergency_makes_room_below_the_usual_floor():
-    policy = Policy(offload_blocks=4, reload_blocks=12)  # floor 3, emergency 2
+    usual = FloorStage("floor", (3,) * 13)
+    policy = Policy(offload_blocks=4, reload_blocks=12)
+    policy = replace(policy, stages=(usual, *policy.stages[1:]))
     context = world(7, policy)
     budget = total(context, 2.5)
     bits = PagedPolicy(context, budget).assign(None)
     assert bits.resident_bytes(context.sizes) <= budget
     assert bits.bits.min() == 2
+
+
+@pytest.mark.parametrize("bits", (2.5, 3.0, 3.5))
+def test_the_default_policy_is_as_free_as_one_without_least_bits(bits):
+    """Above the bytes of 3 bits in its first stage, below them in an emergency."""
+    default, free = (world(7, replace(Policy(), stages=s)) for s in (Policy().stages, FREE.stages))
+    budget, signals = total(default, bits), shifted(default, 1)
+    plans = [PagedPolicy(context, budget).assign(signals) for context in (default, free)]
+    for plan in plans:
+        assert plan.bits.min() == 2
+        assert plan.resident_bytes(default.sizes) <= budget
+    sensitivity = default.calibration.sensitivity
+    harm = [
+        float(np.take_along_axis(sensitivity, plan.bits[..., None].astype(int) - 2, 3).sum())
+        for plan in plans
+    ]
+    assert harm[0] == pytest.approx(harm[1], rel=0.05)
 
 
 def test_a_budget_that_is_too_small_is_refused_with_numbers():

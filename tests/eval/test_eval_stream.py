@@ -19,7 +19,7 @@ from quantized import make_quantized
 
 CPU = torch.device("cpu")
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-FREE = Policy(stages=(FloorStage("floor", (2,) * 7),), prior_tokens=1.0)
+FREE = Policy(stages=(FloorStage("floor", (2,) * 13),), prior_tokens=1.0)
 
 
 class Spy:

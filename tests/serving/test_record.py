@@ -30,7 +30,7 @@ PAGE = 4096
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("record")
     make_quantized(path / "out")
-    stages = (FloorStage("floor", (4,) * 7), FloorStage("emergency", (2,) * 7, emergency=True))
+    stages = (FloorStage("floor", (4,) * 13), FloorStage("emergency", (2,) * 13, emergency=True))
     policy = Policy(stages=stages, offload_blocks=2, reload_blocks=4, dwell_steps=3)
     save_policy(policy, path / "policy.json")
     return Checkpoint.open(path / "out")

@@ -38,12 +38,12 @@ def show_policy(path: Path, as_json: bool) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{path}[/bold]: policy of {len(policy.buckets)} routing buckets")
     console.print(_buckets(policy))
-    caps = {stage.name: stage.depth_cap for stage in policy.stages}
     for stage in policy.stages:
-        cap = caps[stage.name]
+        cap, least = stage.depth_cap, stage.least_bits
         depth = "" if cap is None else f", at most {cap} levels below resting bits at first"
+        kept = "" if least is None else f", all together keep the bytes of {least} bits"
         when = "instead of a preemption only" if stage.emergency else "in this order"
-        console.print(f"  stage {stage.name}: {when}{depth}")
+        console.print(f"  stage {stage.name}: {when}{depth}{kept}")
     for name, meaning in NUMBERS.items():
         console.print(f"  {name} {getattr(policy, name):g}: {meaning}")
     off = [name for name in SWITCHES if not getattr(policy, name)]

@@ -31,30 +31,54 @@ class Bucket:
 class FloorStage:
     """One pass of Algorithm 1's loop: how low rows may go.
 
-    floors:    lowest bits by bucket, coldest first.
-    depth_cap: most levels that a row may lie below its resting bits, None for no cap; relaxed one
-               level at a time, only when the capped rows cannot provide the bytes.
-    emergency: only tried instead of a preemption, and only when the policy allows it.
+    floors:     lowest bits by bucket, coldest first.
+    least_bits: all rows together keep the bytes that they would have at so many bits each; single
+                rows may lie below. None: floors alone count.
+    depth_cap:  most levels that a row may lie below its resting bits, None for no cap; relaxed one
+                level at a time, only when the capped rows cannot provide the bytes.
+    emergency:  only tried instead of a preemption, and only when the policy allows it.
     """
 
     name: str
     floors: tuple[int, ...]
     depth_cap: int | None = None
     emergency: bool = False
+    least_bits: int | None = None
 
 
-RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Default multipliers: powers of two, each bucket from half an octave below to half above."""
+WIDTH = 0.5
+"""Octaves of a bucket."""
+REACH = 4
+"""Octaves from a ratio of 1 to the hottest bucket, and to the coldest."""
 
-DEFAULT_BUCKETS = tuple(
-    Bucket(at_least=0.0 if ratio == RATIOS[0] else ratio / 2**0.5, multiplier=ratio)
-    for ratio in RATIOS
-)
-DEFAULT_STAGES = (
-    FloorStage("protect", floors=(3, 3, 3, 3, 3, 4, 4)),
-    FloorStage("floor", floors=(3,) * 7),
-    FloorStage("emergency", floors=(2,) * 7, emergency=True),
-)
+
+def ratio_buckets(calm: float, exponent: float = 1.0) -> tuple[Bucket, ...]:
+    """Multipliers that are mass ratios to the power `exponent`, in steps of WIDTH, and 1 within
+    `calm` octaves of the usual mass."""
+    count = round((REACH - calm) / WIDTH)
+    hotter = [2.0 ** (calm + WIDTH * step) for step in range(count)]
+    edges = [0.0, *(1 / edge for edge in reversed(hotter)), *hotter]
+    middles = [2.0 ** (calm + WIDTH * (step + 0.5)) for step in range(count)]
+    ratios = [*(1 / middle for middle in reversed(middles)), 1.0, *middles]
+    return tuple(
+        Bucket(at_least=edge, multiplier=ratio**exponent)
+        for edge, ratio in zip(edges, ratios, strict=True)
+    )
+
+
+def free_stages(buckets: int, least_bits: int | None = 3) -> tuple[FloorStage, ...]:
+    """Every row may go to 2 bits while all together keep the bytes of `least_bits` bits; in an
+    emergency, all may."""
+    lowest = (MIN_BITS,) * buckets
+    return (
+        FloorStage("floor", lowest, least_bits=least_bits),
+        FloorStage("emergency", lowest, emergency=True),
+    )
+
+
+DEFAULT_BUCKETS = ratio_buckets(calm=0.75)
+DEFAULT_STAGES = free_stages(len(DEFAULT_BUCKETS))
+"""What the search settles on (docs/policy.md), and 2 bits for all only in an emergency."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +157,11 @@ def _stage_faults(policy: Policy) -> Iterator[str]:
             yield f"floors of stage {stage.name} must be {MIN_BITS} to {MAX_BITS} bits: {floors}"
         if list(floors) != sorted(floors):
             yield f"hotter buckets need floors at least as high in stage {stage.name}: {floors}"
+        if stage.least_bits is not None and not MIN_BITS <= stage.least_bits <= MAX_BITS:
+            yield (
+                f"least_bits of stage {stage.name} must be {MIN_BITS} to {MAX_BITS} bits, or none, "
+                f"not {stage.least_bits}"
+            )
         if stage.depth_cap is not None and stage.depth_cap < 1:
             yield f"depth cap of stage {stage.name} is {stage.depth_cap}; 1 or more, or none"
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pagedweight.core.policy import Bucket, FloorStage, Policy
-
-WIDTH = 0.5
-"""Octaves of a bucket."""
-REACH = 4
-"""Octaves from a ratio of 1 to the hottest bucket, and to the coldest."""
+from pagedweight.core.policy import FloorStage, Policy, free_stages, ratio_buckets
 
 
 @dataclass(frozen=True)
@@ -18,7 +13,8 @@ class Knobs:
     exponent:  a bucket's multiplier is its mass ratio to this power; 0 switches mu off.
     calm:      octaves around a ratio of 1, to each side, in which the multiplier is 1: the usual
                variation of calibration's own text, for which eta alone answers.
-    floor:     lowest bits of a stage that is no emergency.
+    floor:     lowest bits of a stage that is no emergency; with 2, all rows together keep the bytes
+               of 3 (`core.policy.free_stages`).
     hot_ratio: buckets from here on keep one bit more in the first stage; None: no bucket.
     depth_cap: of the first stage.
 
@@ -49,23 +45,17 @@ RANGES: dict[str, tuple[float | int | None, ...]] = {
 
 def policy_of(knobs: Knobs, base: Policy) -> Policy:
     """`base` with buckets, stages, alpha and prior_tokens as the knobs say."""
-    count = round((REACH - knobs.calm) / WIDTH)
-    hotter = [2.0 ** (knobs.calm + WIDTH * step) for step in range(count)]
-    edges = [0.0, *(1 / edge for edge in reversed(hotter)), *hotter]
-    middles = [2.0 ** (knobs.calm + WIDTH * (step + 0.5)) for step in range(count)]
-    ratios = [*(1 / middle for middle in reversed(middles)), 1.0, *middles]
-    buckets = tuple(
-        Bucket(at_least=edge, multiplier=ratio**knobs.exponent)
-        for edge, ratio in zip(edges, ratios, strict=True)
-    )
+    buckets = ratio_buckets(knobs.calm, knobs.exponent)
+    edges = [bucket.at_least for bucket in buckets]
     hot = float("inf") if knobs.hot_ratio is None else knobs.hot_ratio
     floors = tuple(knobs.floor + (edge >= hot) for edge in edges)
     usual = (knobs.floor,) * len(edges)
-    stages = [FloorStage("floor", usual)]
-    if floors != usual or knobs.depth_cap is not None:
-        stages.insert(0, FloorStage("protect", floors, knobs.depth_cap))
+    stages = list(free_stages(len(edges)))
     if knobs.floor > 2:
-        stages.append(FloorStage("emergency", (2,) * len(edges), emergency=True))
+        stages[0] = FloorStage("floor", usual)
+    if floors != usual or knobs.depth_cap is not None:
+        least = stages[0].least_bits
+        stages.insert(0, FloorStage("protect", floors, knobs.depth_cap, least_bits=least))
     return replace(
         base,
         buckets=buckets,

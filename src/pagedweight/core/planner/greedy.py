@@ -20,18 +20,23 @@ def greedy_select(context: PlanContext, scored: ScoredActions, target_bytes: int
 
     The order is damage per released byte; a row's steps keep their order. Depth caps are relaxed
     level by level only while the capped rows cannot provide the target. When all that is legal
-    does not suffice, all of it is taken: the largest safe reduction. A plan of more pages than the
-    policy's cap is held back to the first of its steps.
+    does not suffice, all of it is taken: the largest safe reduction; a stage's `least` bytes stay.
+    A plan of more pages than the policy's cap is held back to the first of its steps.
     """
     rows, stage = scored.rows, scored.stage.name
     if target_bytes <= 0:
         return Plan.none(stage)
-    low, slots = _lowest(context, scored, target_bytes)
+    given = min(target_bytes, rows.held - _least_bytes(context, scored.stage.least))
+    if given <= 0:
+        return replace(Plan.none(stage), target_bytes=target_bytes)
+    low, slots = _lowest(context, scored, given)
     most = rows.held - int(context.pages.held(slots))
     after, need = low, most
-    if most >= target_bytes:
-        after, slots = _shortest_prefix(context, scored, low, target_bytes)
-        need = target_bytes
+    if most >= given:
+        after, slots = _shortest_prefix(context, scored, low, given)
+        need = given
+    if given < target_bytes:
+        most = min(most, given)
     cap = context.policy.offload_pages_per_step
     if int((rows.now - after).sum(dtype=np.int64)) > cap:
         after = first_steps(context, scored.order, rows.now, after, cap)
@@ -40,6 +45,14 @@ def greedy_select(context: PlanContext, scored: ScoredActions, target_bytes: int
         after, slots = prune(context, rows, after, slots, need)
     plan = Plan.between(context, rows, after, slots, stage, target_bytes)
     return replace(plan, stage_bytes=max(most, 0))
+
+
+def _least_bytes(context: PlanContext, level: int) -> int:
+    """What all rows hold at a level index, in whole pages; 0 for the lowest."""
+    if not level:
+        return 0
+    every: Levels = np.full(context.index.rows, level, np.int8)
+    return int(context.pages.held(context.slots(every)))
 
 
 def _lowest(context: PlanContext, scored: ScoredActions, target: int) -> tuple[Levels, IntArray]:

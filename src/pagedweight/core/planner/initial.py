@@ -82,16 +82,15 @@ def initial_plan(context: PlanContext, budget_bytes: int, swaps: bool = True) ->
 
 def floor_level(context: PlanContext, budget_bytes: int) -> int:
     """Level index that every row can have within the budget. Raises UserError if none."""
-    policy, low = context.policy, context.sizes.lowest
-    usual = min(min(stage.floors) for stage in policy.stages if not stage.emergency)
-    urgent = [min(stage.floors) for stage in policy.stages if stage.emergency]
-    floors = [usual, *sorted(urgent, reverse=True)] if policy.allow_emergency else [usual]
-    for floor in floors:
-        level = int(np.clip(floor, low, context.sizes.planes)) - low
-        need = int(context.pages.held(context.slots(_all_at(context, level))))
+    usual = [stage for stage in context.stages if not stage.emergency]
+    urgent = [stage for stage in context.stages if stage.emergency]
+    for stages in (usual, *([stage] for stage in urgent)):
+        level = min(int(stage.floors.min()) for stage in stages)
+        least = min(max(int(stage.floors.min()), stage.least) for stage in stages)
+        need = int(context.pages.held(context.slots(_all_at(context, least))))
         if need <= budget_bytes:
             return level
-    bits = context.sizes.levels[level]
+    bits = context.sizes.levels[least]
     raise UserError(
         f"a budget of {budget_bytes} bytes does not hold the routed experts at {bits} bits, the "
         f"lowest the policy allows: that takes {need} bytes"

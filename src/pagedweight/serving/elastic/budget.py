@@ -182,10 +182,8 @@ def _lowest(context: PlanContext, fixed: NDArray[np.int32] | None) -> NDArray[np
 
 def _floor(context: PlanContext) -> NDArray[np.int32]:
     """Bits of every row at the lowest level that any stage allows."""
-    policy = context.policy
-    stages = [s for s in policy.stages if policy.allow_emergency or not s.emergency]
-    lowest = max(context.sizes.lowest, min(min(stage.floors) for stage in stages))
-    return np.full(context.index.rows, lowest, np.int32)
+    lowest = min(max(int(stage.floors.min()), stage.least) for stage in context.stages)
+    return np.full(context.index.rows, context.sizes.levels[lowest], np.int32)
 
 
 def _pages_at(context: PlanContext, bits: NDArray[np.int32]) -> int:
