@@ -88,7 +88,7 @@ def test_a_budget_and_a_seed_count(calibrated):
         assert small < large
     assert (bits("random:3.5b:1") != bits("random:3.5b:2")).any()
     assert (bits("random:3.5b") == bits("random:3.5b:0")).all()
-    with pytest.raises(UserError, match="two levels"):
+    with pytest.raises(UserError, match="blocks have two levels"):
         bits("dynamic-layer:3.5b")
 
 

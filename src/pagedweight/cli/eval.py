@@ -54,7 +54,11 @@ def command(
         int | None, typer.Option(help="Bits of every linear block (default: the highest stored).")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Plan file with the bits of each linear block.")
+        str | None,
+        typer.Option(
+            metavar="FILE|POLICY:BUDGET",
+            help="Plan file with the bits of each linear block, or a baseline, as for serve.",
+        ),
     ] = None,
     engine: Annotated[
         EngineName,
@@ -224,7 +228,7 @@ def command(
         _show(report, Console(highlight=False))
 
 
-def _refuse_static(bits: int | None, plan: Path | None, engine: EngineName) -> None:
+def _refuse_static(bits: int | None, plan: str | None, engine: EngineName) -> None:
     from pagedweight.errors import UserError
 
     if bits is not None or plan is not None or engine is EngineName.vllm:
@@ -239,7 +243,7 @@ def _run_tasks(
     tasks: str,
     data_dir: Path | None,
     limit: int | None,
-    served: tuple[int | None, Path | None, str | None, Path | None],
+    served: tuple[int | None, str | None, str | None, Path | None],
     dtype: str | None,
     seed: int,
     as_json: bool,
@@ -251,6 +255,7 @@ def _run_tasks(
     from pagedweight.eval.tasks.harness import TaskOptions, run_tasks
     from pagedweight.eval.tasks.table import show_tasks
     from pagedweight.serving.options import ServeOptions, parse_bytes
+    from pagedweight.serving.plans import plan_argument
 
     if data_dir is None:
         raise UserError("--tasks needs --data-dir, the folder with the tasks' data")
@@ -259,7 +264,7 @@ def _run_tasks(
         raise UserError("--policy-file only means something together with --memory or --policy")
     serve = ServeOptions(
         bits=bits,
-        plan=str(plan.resolve()) if plan else None,
+        plan=plan_argument(plan),
         memory=None if memory is None else parse_bytes(memory),
         policy=str(policy.resolve()) if policy else None,
     )

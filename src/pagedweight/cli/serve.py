@@ -114,10 +114,11 @@ def command(
     from pagedweight.serving.elastic.metrics import share_metrics
     from pagedweight.serving.launch import vllm_command
     from pagedweight.serving.options import ServeOptions
+    from pagedweight.serving.plans import plan_argument
 
     options = ServeOptions(
         bits=bits,
-        plan=_plan(plan),
+        plan=plan_argument(plan),
         memory=_size(memory),
         gpu_memory=_size(gpu_memory, auto=0),
         gpu_reserve=_size(gpu_reserve),
@@ -152,13 +153,6 @@ def _size(text: str | None, auto: int | None = None) -> int | None:
     if found == 0 and auto == 0:
         raise UserError("--gpu-memory 0: give the GPU's memory, for example 24GiB, or auto")
     return found
-
-
-def _plan(text: str | None) -> str | None:
-    """A file's absolute path; a baseline as it is."""
-    from pagedweight.serving.plans import Baseline
-
-    return text if text is None or Baseline.of(text) else str(Path(text).resolve())
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -22,7 +22,7 @@ from pagedweight.eval.reference import ReferenceModel, load_plain, load_quantize
 from pagedweight.eval.statistics import Floats, bootstrap, perplexity, window_kl, window_nll
 from pagedweight.eval.windows import WindowChoice, cut_windows
 from pagedweight.serving.options import ServeOptions
-from pagedweight.serving.plans import plan_of
+from pagedweight.serving.plans import plan_argument, plan_of
 
 Engine = Literal["reference", "vllm"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,7 +42,7 @@ class EvalOptions:
     path: Path
     windows: WindowChoice
     bits: int | None = None
-    plan: Path | None = None
+    plan: str | None = None
     engine: Engine = "reference"
     model: Path | None = None
     dtype: str | None = None
@@ -118,7 +118,7 @@ def _open(options: EvalOptions) -> _Subject:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here")
     dtype = options.dtype or ("float32" if options.engine == "reference" else "auto")
-    asked = ServeOptions(options.bits, str(options.plan) if options.plan else None)
+    asked = ServeOptions(options.bits, options.plan)
     checkpoint = plan = None
     if (options.path / MANIFEST).exists():
         checkpoint = Checkpoint.open(options.path)
@@ -148,8 +148,7 @@ def _run_vllm(subject: _Subject) -> Floats:
     options = subject.options
     asked = None
     if subject.checkpoint is not None:
-        plan = str(options.plan.resolve()) if options.plan else None
-        asked = ServeOptions(options.bits, plan)
+        asked = ServeOptions(options.bits, plan_argument(options.plan))
     return vllm_nll(options.path, asked, subject.tokens, options.dtype)
 
 

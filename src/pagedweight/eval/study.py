@@ -19,13 +19,13 @@ from pagedweight.core.policies import Load, PagedPolicy, make_policy
 from pagedweight.core.policy import Policy
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
-from pagedweight.serving.expert_budget import parse_budget, uniform_bytes
 from pagedweight.eval.fleet import Fleet
 from pagedweight.eval.pressure import bits_of_windows, load_pressure
 from pagedweight.eval.reference import load_plain
 from pagedweight.eval.stream import Lane, Progress, StreamOptions, StreamScores, score_stream
 from pagedweight.eval.windows import WindowChoice, cut_windows
 from pagedweight.serving.elastic.budget import calibration_of, policy_of
+from pagedweight.serving.expert_budget import parse_budget, uniform_bytes
 from pagedweight.serving.options import ServeOptions
 
 TF32 = "tf32"

@@ -57,6 +57,11 @@ class Baseline:
         return make_policy(self.policy, context, size, self.seed).assign(None)
 
 
+def plan_argument(text: str | None) -> str | None:
+    """What `--plan` was given: a file's absolute path, a baseline as it is."""
+    return text if text is None or Baseline.of(text) else str(Path(text).resolve())
+
+
 def assignment_of(checkpoint: Checkpoint, options: ServeOptions) -> Assignment:
     """What static precision reads: a baseline, a plan file, a level, or the highest level."""
     if options.plan is None:
@@ -72,7 +77,10 @@ def plan_of(checkpoint: Checkpoint, options: ServeOptions) -> np.ndarray:
     """Bits int8 [L, E, 2] of `assignment_of`. UserError where blocks have two levels at a time."""
     found = assignment_of(checkpoint, options)
     if found.high is not None:
-        raise UserError(f"--plan {options.plan} has two levels of a block at hand, not one plan")
+        raise UserError(
+            f"--plan {options.plan}: blocks have two levels, token by token, which `serve` and "
+            f"`eval --tasks` do; to compare it elsewhere, `eval --policy dynamic-layer`"
+        )
     return found.bits
 
 
