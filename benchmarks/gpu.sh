@@ -5,6 +5,9 @@ set -euo pipefail
 results=${1:-benchmarks/results} scratch=${2:-/dev/shm/pagedweight}
 
 python -m pytest -q tests/kernels_cuda tests/serving/test_gpu.py
+for tool in memcheck racecheck synccheck; do for kernel in decode groups prefill; do
+  compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python tests/kernels_cuda/small_calls.py $kernel
+done; done
 python -m pagedweight.bench.kernel --peers marlin_int4 bf16 --refcheck --json "$results"
 # Three engines at a time fit 141 GB: each has 27 GB of KV cache for 64 sequences.
 python -m pagedweight.bench.decode --together 3 --engine 4 mix4 marlin_int4 bf16 5 mix5 3 6 \

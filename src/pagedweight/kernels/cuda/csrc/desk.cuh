@@ -40,6 +40,7 @@ PW_INLINE u64 meet(const Params& p, int phase, int index, u32 parity, int warp, 
     t = {phase, plan.order[phase * plan.most + place], index - place * f.units, parity};
     row = table_row(p, plan.blocks[t.block].expert(), phase, lane);
   }
+  __syncwarp();  // every lane has read what was there
   if (lane == 0) head().desk[warp].next = t;
   __syncwarp();
   return row;
