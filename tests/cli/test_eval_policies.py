@@ -13,6 +13,8 @@ from pagedweight.bench import quality
 from pagedweight.checkpoint.plan import load_plan
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.cli.main import main
+from pagedweight.core.policy import Policy
+from pagedweight.core.policy_file import save_policy
 from pagedweight.eval.ablation import WHOLE, WITHOUT
 from pagedweight.eval.evaluate import expert_bytes
 from timelines import FIRST, burst, write
@@ -94,8 +96,10 @@ def test_frontier_has_every_policy_and_draws_it(tiny_quantized, tiny_moe, capfd,
 
 
 def test_ablation_compares_with_the_whole(tiny_quantized, tiny_moe, capfd, tmp_path):
-    picture = tmp_path / "ablation.png"
+    picture, policy = tmp_path / "ablation.png", tmp_path / "policy.json"
+    save_policy(Policy(prior_tokens=8.0), policy)  # so that 48 tokens are taken at their word
     args = ("--ablation", "--budget", "2.5b", "--text", LICENSE, "--picture", picture)
+    args += ("--policy-file", policy)
     rows = evaluate(capfd, tiny_quantized, tiny_moe, *args)["rows"]
     over = {row["configuration"]: row for row in rows if row["text"] == "all"}
     assert list(over) == [WHOLE, *WITHOUT]
