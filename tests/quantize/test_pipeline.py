@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,15 @@ import torch
 from factory import VOCAB, make_checkpoint, make_faulty
 from pagedweight.calibrate.stream import StreamedMoments
 from pagedweight.calibrate.text import CalibrationTokens
+from pagedweight.checkpoint.layerbuffer import LayerBuffer
 from pagedweight.checkpoint.layout import predicted_bytes
 from pagedweight.checkpoint.manifest import CALIBRATION, MANIFEST
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.source import SourceCheckpoint
-from pagedweight.core.geometry import KINDS
+from pagedweight.core.geometry import KINDS, LayerShape
 from pagedweight.errors import CheckpointError, UserError
 from pagedweight.quantize import layer as layer_module
+from pagedweight.quantize.compensated import compensate
 from pagedweight.quantize.layer import PRIOR_TOKENS, fitting_importance
 from pagedweight.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize_checkpoint
 from pagedweight.quantize.rows import quantize_rows
@@ -308,3 +311,28 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str, mess
     with pytest.raises(UserError, match=message):
         quantize(source, tmp_path / "out", device=device)
     assert not (tmp_path / "out").exists()
+
+
+def test_codes_that_stay_on_a_device_are_packed_to_the_same_words() -> None:
+    """As a GPU makes them: a tensor; rows and columns are no whole tiles."""
+    shape = LayerShape(experts=1, hidden=80, intermediate=24)
+    weights = torch.randn((48, 80), generator=torch.Generator().manual_seed(1))
+    rows = quantize_rows(weights, None, (2, 3))
+    buffers = [LayerBuffer(shape, (2, 3)) for _ in range(2)]
+    for buffer, codes in zip(buffers, (rows.codes, torch.as_tensor(rows.codes)), strict=True):
+        layer_module._put(buffer, 0, "gate_up", replace(rows, codes=codes))
+    assert (buffers[0].planes["gate_up"] == buffers[1].planes["gate_up"]).all()
+    assert buffers[0].planes["gate_up"].any()
+
+
+def test_compensation_takes_codes_from_either_place() -> None:
+    gen = torch.Generator().manual_seed(2)
+    weights = torch.randn((1, 16, 40), generator=gen)
+    inputs = torch.randn((300, 3), generator=gen) @ torch.randn((3, 40), generator=gen)
+    product = (inputs.T @ inputs / 300)[None]
+    rows = quantize_rows(weights[0], product[0].diagonal(), (2, 3))
+    found = [
+        compensate(weights, product, [300], [start], "bfloat16", "torch")[0]
+        for start in (rows, replace(rows, codes=torch.as_tensor(rows.codes)))
+    ]
+    np.testing.assert_array_equal(found[0].rows.codes, found[1].rows.codes)
