@@ -65,6 +65,7 @@ def test_bits_give_way_to_a_burst_and_nobody_is_lost(tiny_quantized, tmp_path, c
         (["--repeats", "0"], "--repeats is 0"),
         (["--together", "0"], "--together is 0"),
         (["--gpu-memory", "1GiB"], "give one of --memory and --gpu-memory"),
+        (["--gpu-reserve", "1GiB"], "together with --gpu-memory"),
         (["--memory", "much"], "is not a size"),
     ],
 )
@@ -120,5 +121,48 @@ def test_vllms_own_model_gets_what_its_experts_leave_for_kv(tmp_path):
         written = json.loads((tmp_path / name / "config.json").read_text())
         assert ("quantization_config" in written) == (name != "bf16")
     assert "--gpu-memory" in pressure.command_of("paged", trial)
+    kept = pressure.command_of("static6", trial_at(tmp_path, Budget(1 << 30, gpu, 2 << 30)))
+    assert kept[5:9] == ["--gpu-memory", str(gpu), "--gpu-reserve", str(2 << 30)]
     with pytest.raises(UserError, match="bf16: its experts take"):
         pressure.command_of("bf16", trial_at(tmp_path, Budget(16 << 30)))
+
+
+def test_of_servers_side_by_side_one_that_fails_is_said_and_the_others_are_measured(
+    tmp_path, monkeypatch, capsys
+):
+    happened = []
+
+    class Server:
+        def __init__(self, command, log):
+            self.name = command[0]
+            happened.append(("start", self.name))
+
+        def ready(self):
+            if self.name == "static4":
+                raise UserError("it does not come up")
+            return self.name
+
+        def stop(self):
+            happened.append(("stop", self.name))
+
+        def end(self):
+            happened.append(("end", self.name))
+
+    names = ["paged", "static4", "static3"]
+    monkeypatch.setattr(pressure, "Server", Server)
+    monkeypatch.setattr(pressure, "command_of", lambda name, trial, number: [name])
+    monkeypatch.setattr(pressure, "_ask", lambda *args: happened.append(("ask", args[1])))
+    monkeypatch.setattr(
+        pressure, "_measure", lambda *args: (happened.append(("measure", args[1])), 0)
+    )
+    monkeypatch.setattr(pressure, "_run_of", lambda name, *rest: name)
+    trial, told = trial_at(tmp_path, Budget(1 << 20)), []
+    assert pressure.run_all(trial, names, 1, told.append, together=3) == ["paged", "static3"]
+    assert told == ["paged", "static3"]
+    assert happened == [
+        *(("start", name) for name in names),
+        ("ask", "paged"), ("ask", "static3"), ("measure", "paged"), ("measure", "static3"),
+        *(("stop", name) for name in names),
+        *(("end", name) for name in reversed(names)),
+    ]  # fmt: skip
+    assert "static4: it does not come up" in capsys.readouterr().err

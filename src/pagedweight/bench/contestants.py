@@ -23,18 +23,20 @@ from pagedweight.errors import UserError
 
 @dataclass(frozen=True)
 class Budget:
-    """memory: bytes of routed experts and KV together; gpu: of everything on the GPU, 0 where only
-    `memory` was given."""
+    """memory: bytes of routed experts and KV together. gpu: of everything on the GPU, 0 where only
+    `memory` was given. reserve: of `gpu`, for neither weights nor KV; None: what serve takes."""
 
     memory: int
     gpu: int = 0
+    reserve: int | None = None
 
     @property
     def flags(self) -> list[str]:
         """Of `pagedweight serve`."""
-        if self.gpu:
-            return ["--gpu-memory", str(self.gpu)]
-        return ["--memory", str(self.memory)]
+        if not self.gpu:
+            return ["--memory", str(self.memory)]
+        kept = [] if self.reserve is None else ["--gpu-reserve", str(self.reserve)]
+        return ["--gpu-memory", str(self.gpu), *kept]
 
 
 def check_name(name: str) -> None:
@@ -92,14 +94,18 @@ def peer(
     return stock_command(home, ["--load-format", "dummy", *share, *vllm])
 
 
-def budget_of(checkpoint: Path, memory: int | None, gpu: int | None) -> Budget:
-    """From what the user gave, one of the two. Raises UserError."""
+def budget_of(
+    checkpoint: Path, memory: int | None, gpu: int | None, reserve: int | None = None
+) -> Budget:
+    """From what the user gave, `memory` or `gpu`. Raises UserError."""
     if (memory is None) == (gpu is None):
         raise UserError("give one of --memory and --gpu-memory")
+    if gpu is None and reserve is not None:
+        raise UserError("--gpu-reserve only means something together with --gpu-memory")
     if gpu is None:
         return Budget(memory or 0)
     from pagedweight.serving.elastic.gpu_budget import memory_within
 
     found = Checkpoint.open(checkpoint)
     config = json.loads((checkpoint / "config.json").read_text())
-    return Budget(memory_within(config, found.bits, gpu, None), gpu)
+    return Budget(memory_within(config, found.bits, gpu, reserve), gpu, reserve)

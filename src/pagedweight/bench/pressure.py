@@ -202,6 +202,7 @@ def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[st
         "checkpoint": trial.checkpoint.name,
         "memory_bytes": trial.budget.memory,
         "gpu_memory_bytes": trial.budget.gpu or None,
+        "gpu_reserve_bytes": trial.budget.reserve,
         "load": {
             "seed": load.seed,
             "phases": [asdict(phase) for phase in load.phases],
@@ -248,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     add("checkpoint", type=Path, metavar="OUT", help="a quantized checkpoint")
     add("--memory", help="for routed experts and KV cache together")
     add("--gpu-memory", help="for everything on the GPU: weights, KV, activations, graphs")
+    add("--gpu-reserve", help="of --gpu-memory, for neither weights nor KV (default: serve's)")
     add("--policies", nargs="+", default=POLICIES, help=f"default: {' '.join(POLICIES)}")
     add("--policy", type=Path, help="policy file of paged")
     add("--phases", nargs="+", default=PHASES, help="NAME:SECONDS:RATE[:PROMPT[:OUTPUT]]")
@@ -272,7 +274,9 @@ def trial_of(options: argparse.Namespace, vllm: Sequence[str], folder: Path) -> 
     load = Load(tuple(Phase.parse(text) for text in options.phases), *lengths, options.seed)
     load.span(options.peak)
     stream = _stream(options)
-    sizes = [t and parse_bytes(t) for t in (options.memory, options.gpu_memory)]
+    sizes = [
+        t and parse_bytes(t) for t in (options.memory, options.gpu_memory, options.gpu_reserve)
+    ]
     trial = Trial(
         options.checkpoint,
         budget_of(options.checkpoint, *sizes),

@@ -21,9 +21,9 @@ default."""
 LEAST_PAGES = 768
 """Pages that a budget on a GPU is divided into at least, where pages may be larger than the
 smallest: mapping and unmapping cost the host time by the page, not by the byte (bench movement)."""
-GPU_PAGES_PER_STEP = 32
-"""Pages that change hands between two steps on a GPU: about two milliseconds of the host's time,
-which decoding does not notice while steps run one ahead."""
+GPU_PAGES_PER_STEP = 24
+"""Pages that go, and that come, between two steps on a GPU: some four milliseconds of the host's
+time with all else that moving takes (bench movement), while a step of five runs ahead."""
 GPU_RESERVE_SHARE = 64
 """One page in so many is kept for lowering on a GPU: there memory comes back a few steps after it
 was asked for, so that a batch of rows must be large for a burst to be met in time."""

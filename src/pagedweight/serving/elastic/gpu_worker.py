@@ -51,7 +51,12 @@ class ElasticGPUWorker(ElasticRank, Worker):
         return self.reachable_bytes()
 
     def _limit_torch(self) -> None:
-        """Under --gpu-memory torch gets what the pool leaves; the driver's context is beside it."""
+        """Under --gpu-memory torch gets what the pool leaves until serving begins, so that a budget
+        too small fails at start; the driver's context is beside it.
+
+        Not longer: at its limit torch gives all it has cached back to the driver and asks again,
+        inside a step.
+        """
         total = self.store.options.gpu_memory
         if total is not None:
             left = total - self.budget.pages * self.budget.page_bytes
@@ -67,6 +72,7 @@ class ElasticGPUWorker(ElasticRank, Worker):
     def compile_or_warm_up_model(self) -> Any:
         free = torch.cuda.mem_get_info(self.device)[0]
         result = super().compile_or_warm_up_model()
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
         left = torch.cuda.mem_get_info(self.device)[0]
         use = GpuUse(
             model=int(self.model_runner.model_memory_usage),
