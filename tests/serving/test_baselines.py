@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,33 +42,16 @@ def calibrated(tiny_moe, tmp_path_factory):
     return out
 
 
-def served(path, options: ServeOptions) -> np.ndarray:
-    """Log-probabilities of TOKENS as vLLM gives them for a prompt, without the first."""
-    from vllm import LLM, SamplingParams
-
-    engine = LLM(
-        str(path),
-        dtype="float32",
-        max_model_len=512,
-        kv_cache_memory_bytes=32 << 20,
-        enforce_eager=True,
-        additional_config=options.additional_config(),
-    )
-    prompt = {"prompt_token_ids": TOKENS.tolist()}
-    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    try:
-        found = engine.generate([prompt], asked, use_tqdm=False)[0].prompt_logprobs
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-    return np.array([entry[int(t)].logprob for entry, t in zip(found[1:], TOKENS[1:], strict=True)])
-
-
 @pytest.mark.vllm
-def test_each_takes_effect_and_is_what_the_reference_computes(calibrated):
+def test_each_takes_effect_and_is_what_the_reference_computes(calibrated, tmp_path):
+    """The first as `serve` starts it; see baselines_engine for the others."""
+    plans, out = [*reversed(PLANS)], tmp_path / "said.npz"
+    program = Path(__file__).with_name("baselines_engine.py")
+    asked = [sys.executable, program, calibrated, out, json.dumps(TOKENS.tolist()), *plans]
+    subprocess.run(asked, check=True)
+    found = [np.load(out)[plan] for plan in plans]
     checkpoint = Checkpoint.open(calibrated)
-    asked = [ServeOptions(plan=plan) for plan in PLANS]
-    found = [served(calibrated, options) for options in asked]
-    seats = [assignment_of(checkpoint, options) for options in asked]
+    seats = [assignment_of(checkpoint, ServeOptions(plan=plan)) for plan in plans]
     fleet = Fleet(checkpoint, None, "float32", "cpu")
     logits = fleet.run(TOKENS, seats).logits.log_softmax(-1)[:, :-1]
     wanted = logits.gather(2, TOKENS[1:].expand(len(seats), -1)[..., None])[..., 0].numpy()
