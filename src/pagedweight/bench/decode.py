@@ -18,9 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def arguments(folder: Path, name: str, options: argparse.Namespace, config: dict
 class Engine:
     """A process that serves a job; ended with all its children by `end`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, serve: Callable[[Job, Connection], None] = serve) -> None:
         context = multiprocessing.get_context("forkserver")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(job, theirs))
