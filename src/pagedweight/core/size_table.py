@@ -92,6 +92,18 @@ class SizeTable:
             table_bytes=np.array(tables, np.int64),
         )
 
+    @staticmethod
+    def largest(shape: LayerShape, levels: Sequence[int], ranks: int) -> SizeTable:
+        """Sizes that no rank's part of a block exceeds, when its width is cut for `ranks`.
+
+        Parts differ in whole tiles, and a last tile may be narrow. Raises ValueError when the width
+        cannot be cut so.
+        """
+        parts = [SizeTable.of(shape.part(rank, ranks), levels) for rank in range(ranks)]
+        gate_up, down = (max(part.plane_bytes[kind] for part in parts) for kind in range(2))
+        tables = np.max([part.table_bytes for part in parts], axis=0)
+        return SizeTable(tuple(levels), (gate_up, down), tables)
+
     @property
     def planes(self) -> int:
         """P, planes stored: max(levels)."""

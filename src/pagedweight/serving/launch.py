@@ -26,7 +26,12 @@ from pagedweight.serving.conflicts import (
     refuse_with_memory,
 )
 from pagedweight.serving.elastic.backend import on_gpu
-from pagedweight.serving.elastic.budget import check_memory, fixed_bits, plan_context
+from pagedweight.serving.elastic.budget import (
+    check_cut,
+    check_memory,
+    fixed_bits,
+    plan_context,
+)
 from pagedweight.serving.elastic.dealing import Dealing, Parallel
 from pagedweight.serving.elastic.gpu_budget import within_gpu
 from pagedweight.serving.elastic.tracing import check_trace
@@ -54,6 +59,7 @@ def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> lis
         options = within_gpu(checkpoint, options, rest)
     if options.budgeted and assignment.high is not None:
         options, rest = _beside_two_levels(checkpoint, assignment, options, rest)
+    check_cut(checkpoint.shape, Parallel.of_arguments(rest).cuts)
     if not torch.cuda.is_available():
         refuse_on_cpu(rest)
     config = {**users, **options.additional_config()}

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedweight.checkpoint.reader import Checkpoint
+from pagedweight.core.geometry import LayerShape
 from pagedweight.core.planner import PlanContext, initial_plan
 from pagedweight.core.size_class import SizeClassPages, SlotCounts
 from pagedweight.core.size_table import BlockIndex, SizeTable
@@ -83,21 +84,26 @@ def fixed_bits(checkpoint: Checkpoint, options: ServeOptions) -> NDArray[np.int3
 
 
 def plan_context(checkpoint: Checkpoint, options: ServeOptions, ranks: int) -> PlanContext:
-    """The planner's inputs, with the sizes of the largest rank's part.
+    """The planner's inputs, with sizes that no rank's part exceeds.
 
     UserError when the expert width cannot be cut into `ranks` parts.
     """
-    try:
-        part = checkpoint.shape.part(ranks - 1, ranks)
-    except ValueError as error:
-        raise UserError(f"tensor parallelism: {error}") from error
+    check_cut(checkpoint.shape, ranks)
     return PlanContext.of(
         BlockIndex(len(checkpoint.moe_layers), checkpoint.shape.experts),
-        SizeTable.of(part, checkpoint.bits),
+        SizeTable.largest(checkpoint.shape, checkpoint.bits, ranks),
         calibration_of(checkpoint),
         policy_of(options),
         options.page_bytes or default_page_bytes(options.memory or 0),
     )
+
+
+def check_cut(shape: LayerShape, ranks: int) -> None:
+    """UserError when an expert's width has fewer tiles than `ranks`."""
+    try:
+        shape.part(0, ranks)
+    except ValueError as error:
+        raise UserError(f"tensor parallelism: {error}") from error
 
 
 def check_memory(
