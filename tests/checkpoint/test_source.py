@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from factory import ARCHS, make_checkpoint, make_faulty
 from faults import FAULTS
+from pagedweight.calibrate.experts import read_block
 from pagedweight.checkpoint.source import SourceCheckpoint
-from pagedweight.core.geometry import LayerShape
+from pagedweight.core.geometry import KINDS, LayerShape
 from pagedweight.errors import CheckpointError
 
 AT = {stage: [n for n, f in FAULTS.items() if f.stage == stage] for stage in ("open", "values")}
@@ -200,3 +201,22 @@ def test_trained_sharded_model(lab_moe):
     assert source.shape == LayerShape(12, 640, 512)
     assert source.layer_bytes == 12 * 3 * 640 * 512 * 2
     source.check_values()
+
+
+@pytest.mark.parametrize("layout", ("per_expert", "fused", "transposed"))
+@pytest.mark.parametrize("piece", (1000, 1 << 20))
+def test_an_expert_is_the_same_through_a_staging_buffer(tmp_path, layout, piece):
+    """Pieces end inside of rows and of values; gate and up are two tensors or one."""
+    arch = "qwen2_moe" if layout == "per_expert" else "qwen3_moe"
+    turned = layout == "transposed"
+    layout = "fused" if turned else layout
+    path = make_checkpoint(tmp_path / "m", arch=arch, layout=layout, transposed=turned)
+    source = SourceCheckpoint.open(path)
+    assert source.experts.transposed == turned
+    staging = torch.empty(piece + 1, dtype=torch.uint8)
+    for kind in KINDS:
+        wanted = source.expert(1, 2, kind)
+        found = torch.full_like(wanted, float("nan"))
+        source.copy_expert(1, 2, kind, found, staging)
+        assert torch.equal(found, wanted)
+        assert torch.equal(read_block(source, 1, (2, kind), torch.device("cpu"), staging), wanted)

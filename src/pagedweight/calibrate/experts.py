@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pagedweight.core.geometry import KINDS
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(hidden states [T, H], expert ids [T, k], routing weights [T, k]) to the experts' sum [T, H]."""
+STAGING_BYTES = 16 << 20
+"""Page-locked memory of each reader."""
 Weights = dict[tuple[int, str], torch.Tensor]
 """(expert, kind) to [N, K] in the source's type."""
 
@@ -45,14 +48,32 @@ def read_experts(source: SourceCheckpoint, layer_pos: int, device: torch.device)
     """All routed experts of a layer on the device; for a GPU some are read at a time, since one
     core copies far less than the bus takes."""
     wanted = [(expert, kind) for expert in range(source.shape.experts) for kind in KINDS]
+    if device.type == "cpu":
+        return {block: source.expert(layer_pos, *block) for block in wanted}
+    mine = threading.local()
 
     def read(block: tuple[int, str]) -> torch.Tensor:
-        return source.expert(layer_pos, *block).to(device)
+        if not hasattr(mine, "staging"):
+            mine.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        return read_block(source, layer_pos, block, device, mine.staging)
 
-    if device.type == "cpu":
-        return {block: read(block) for block in wanted}
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(wanted, pool.map(read, wanted), strict=True))
+
+
+def read_block(
+    source: SourceCheckpoint,
+    layer_pos: int,
+    block: tuple[int, str],
+    device: torch.device,
+    staging: torch.Tensor,
+) -> torch.Tensor:
+    """One linear block [N, K] in the source's type on the device, by way of `staging`."""
+    expert, kind = block
+    geometry = source.shape.blocks[KINDS.index(kind)]
+    out = torch.empty((geometry.rows, geometry.cols), dtype=source.dtype, device=device)
+    source.copy_expert(layer_pos, expert, kind, out, staging)
+    return out
 
 
 def run_experts(weights: Weights, activation: str, visit: Callable[[ExpertCall], None]) -> Experts:

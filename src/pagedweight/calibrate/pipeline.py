@@ -19,7 +19,6 @@ from pagedweight.calibrate.text import CalibrationTokens
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.recalibrate import replace_calibration
 from pagedweight.checkpoint.source import SourceCheckpoint
-from pagedweight.core.geometry import KINDS
 from pagedweight.errors import UserError, listing
 
 _CPU = torch.device("cpu")
@@ -77,8 +76,8 @@ def calibrate_checkpoint(
 def check_source(
     checkpoint: Checkpoint, source: SourceCheckpoint, device: torch.device = _CPU
 ) -> None:
-    """Raise UserError unless the checkpoint was made from these weights: first its shape, then one
-    expert of every layer at the highest level, on `device`."""
+    """Raise UserError unless the checkpoint was made from these weights: first its shape, then the
+    first expert's down of every layer at the highest level, on `device`."""
     mine, theirs = (
         {
             "experts": one.shape.experts,
@@ -94,9 +93,7 @@ def check_source(
     if wrong:
         raise UserError(f"{checkpoint.path} was not made from {source.path}: {listing(wrong)}")
     for position in range(len(checkpoint.moe_layers)):
-        weights: Weights = {
-            (0, kind): source.expert(position, 0, kind).to(device) for kind in KINDS
-        }
+        weights: Weights = {(0, "down"): source.expert(position, 0, "down").to(device)}
         errors = LevelErrors(checkpoint, position, weights)
         for (expert, kind), weight in weights.items():
             error = errors(expert, kind, checkpoint.bits[-1:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ from pagedweight.checkpoint import names
 from pagedweight.checkpoint.experts import ExpertIndex, index_experts
 from pagedweight.checkpoint.shards import open_shards, read_json
 from pagedweight.checkpoint.tensorfile import TensorFile
-from pagedweight.core.geometry import LayerShape
+from pagedweight.core.geometry import KINDS, LayerShape
 from pagedweight.errors import CheckpointError, listing
 
 Progress = Callable[[int], None]
@@ -136,24 +136,44 @@ class SourceCheckpoint:
 
         Reads this expert's bytes only, whichever layout the source has.
         """
-        if kind == "down":
-            return self._expert_part(layer_pos, expert, "down")
-        if kind != "gate_up":
-            raise ValueError(f"kind {kind!r} is not gate_up or down")
-        if self.experts.fused:
-            return self._expert_part(layer_pos, expert, "gate_up")
-        parts = [self._expert_part(layer_pos, expert, part) for part in ("gate", "up")]
-        return torch.cat(parts)
+        parts = [self._matrix(*place) for place in self._places(layer_pos, expert, kind)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _expert_part(self, layer_pos: int, expert: int, part: str) -> torch.Tensor:
-        name = self.experts.name(layer_pos, expert, part)
-        if not self.experts.fused:
-            return self.read(name)
+    def copy_expert(
+        self, layer_pos: int, expert: int, kind: str, out: torch.Tensor, staging: torch.Tensor
+    ) -> None:
+        """`expert` into `out`, [N, K] of the source's type, contiguous, on any device.
+
+        Bytes go through `staging`, uint8 on the CPU, as many at a time as it holds: memory that is
+        used again has no pages to find, and page-locked memory is what a GPU copies fast from.
+        """
+        if self.experts.transposed:
+            out.copy_(self.expert(layer_pos, expert, kind))
+            return
+        into, done, view = out.view(torch.uint8).flatten(), 0, memoryview(staging.numpy())
+        for name, start, nbytes in self._places(layer_pos, expert, kind):
+            for at in range(0, nbytes, len(staging)):
+                count = min(len(staging), nbytes - at)
+                self.files[name].read_into(name, view[:count], start + at)
+                into[done : done + count].copy_(staging[:count])
+                done += count
+
+    def _places(self, layer_pos: int, expert: int, kind: str) -> Iterator[tuple[str, int, int]]:
+        """Where a linear block's bytes are: tensor, first byte, bytes; gate before up."""
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r} is not gate_up or down")
+        whole = kind == "down" or self.experts.fused
+        for part in (kind,) if whole else ("gate", "up"):
+            name = self.experts.name(layer_pos, expert, part)
+            nbytes = self.nbytes(name) // (self.shape.experts if self.experts.fused else 1)
+            yield name, expert * nbytes if self.experts.fused else 0, nbytes
+
+    def _matrix(self, name: str, start: int, nbytes: int) -> torch.Tensor:
+        """An expert's part of a tensor as [N, K], in memory of its own."""
         file = self.files[name]
-        entry = file.tensors[name].entry
-        nbytes = entry.nbytes // self.shape.experts
-        data = file.read(name, start=expert * nbytes, nbytes=nbytes)
-        matrix = torch.frombuffer(data, dtype=self.dtype).reshape(entry.shape[1:])
+        data = file.read(name, start, nbytes)
+        size = file.tensors[name].entry.shape[-2:]
+        matrix = torch.frombuffer(data, dtype=self.dtype).reshape(size)
         return matrix.t().contiguous() if self.experts.transposed else matrix
 
     def check_values(self, progress: Progress | None = None) -> None:

@@ -82,19 +82,24 @@ class TensorFile:
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytearray:
         """Bytes of a tensor, or `nbytes` of them from byte `start` of the tensor on."""
+        whole = self.tensors[name].entry.nbytes
+        data = bytearray(whole - start if nbytes is None else nbytes)
+        self.read_into(name, memoryview(data), start)
+        return data
+
+    def read_into(self, name: str, data: memoryview, start: int = 0) -> None:
+        """Fill `data` (of bytes) from byte `start` of a tensor on."""
         stored = self.tensors[name]
-        data = bytearray(stored.entry.nbytes - start if nbytes is None else nbytes)
         if start + len(data) > stored.entry.nbytes:
             raise ValueError(f"read past the end of {name!r}")
         with self.path.open("rb", buffering=0) as file:
             file.seek(stored.offset + start)
-            view, done = memoryview(data), 0
+            done = 0
             while done < len(data):
-                got = file.readinto(view[done:])
+                got = file.readinto(data[done:])
                 if not got:
                     raise CheckpointError(f"{self.path} became shorter while it was read")
                 done += got
-        return data
 
     def chunks(self, name: str) -> Iterator[bytearray]:
         """A tensor's bytes in pieces of at most CHUNK_BYTES (a multiple of 8)."""
