@@ -36,7 +36,7 @@ def test_structure_of_the_real_config_class(tiny):
     model = MODELS[name]
     assert source.architecture.name == name
     assert source.moe_layers == model.moe_layers
-    assert source.shape == LayerShape(model.experts, 96, model.width)
+    assert source.shape == LayerShape(model.experts, 160, model.width)
     kept = source.plain_names()
     assert not [n for n in source.experts.names if NEVER.search(n)]
     assert [n for n in kept if "gate." in n or "router." in n]

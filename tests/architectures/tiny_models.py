@@ -1,8 +1,9 @@
 """A tiny model of every supported family: the structure of the published ones, made from the
 family's own transformers config class, random weights from a seed, saved as its publishers save.
 
-Everything is awkward on purpose: 6 or 12 experts are no power of two, a hidden size of 96 and
-expert widths of 72 to 328 no multiples of 64. Head sizes are those that vLLM's CPU attention takes.
+Everything is awkward on purpose: 6, 7 or 12 experts are no power of two, a hidden size of 160 and
+expert widths of 72 to 328 no multiples of 64; two ranks get 64 and 8 columns of 72, 4 and 3 of 7
+experts. Head sizes are those that vLLM's CPU attention takes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 
 COMMON: dict[str, Any] = {
     "vocab_size": 8192,
-    "hidden_size": 96,
+    "hidden_size": 160,
     "num_hidden_layers": 3,
-    "num_attention_heads": 3,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
     "bos_token_id": 0,
@@ -39,14 +40,12 @@ _LATENT = {  # 512 + 64 is what vLLM's CPU kernel for latent attention is compil
 class TinyModel:
     """`family`: prefix of the transformers classes. `special`: what differs from COMMON.
     `published`: what the publishers' config.json says and transformers' does not. `moe_layers`:
-    decoder layers that must have experts. `width`: of an expert. `memory`: a budget in which
-    elastic precision has something to give."""
+    decoder layers that must have experts. `width`: of an expert."""
 
     family: str
     special: dict[str, Any]
     experts: int = 6
     width: int = 72
-    memory: int = 3 << 20
     published: dict[str, Any] = field(default_factory=dict)
     moe_layers: tuple[int, ...] = (0, 1, 2)
 
@@ -63,8 +62,9 @@ MODELS = {
     # Renormalized routing, norms on queries and keys, tied embeddings.
     "qwen3_moe": TinyModel(
         "Qwen3Moe",
-        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 200, "head_dim": 64,
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 200, "head_dim": 64,
          "intermediate_size": 136, "norm_topk_prob": True, "tie_word_embeddings": True},
+        experts=7,
         width=200,
     ),
     "mixtral": TinyModel(
@@ -74,7 +74,7 @@ MODELS = {
     "olmoe": TinyModel(
         "Olmoe",
         {"num_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 72,
-         "num_key_value_heads": 3, "norm_topk_prob": False},
+         "num_key_value_heads": 2, "norm_topk_prob": False},
     ),
     # GELU, a scale for each expert, experts beside a dense MLP, sliding and full attention.
     "gemma4": TinyModel(
@@ -97,7 +97,6 @@ MODELS = {
         moe_layers=(1, 2),
         experts=12,
         width=328,
-        memory=9 << 20,
     ),
     # Sigmoid routing with a correction bias that chooses but does not weigh, renormalized.
     "deepseek_v3": TinyModel(
@@ -110,7 +109,6 @@ MODELS = {
         moe_layers=(1, 2),
         experts=12,
         width=328,
-        memory=9 << 20,
     ),
     # Sparse mixing, layer norms and linear layers with biases, a head with one (0: vLLM 0.32 reads
     # it and does not add it).

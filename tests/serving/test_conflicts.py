@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -92,6 +94,18 @@ def test_rays_first_executor_never_calls_our_worker(tiny_quantized, capsys, monk
     flags = ("--memory", "24MiB", "--", "-tp", "2", "--distributed-executor-backend=ray")
     assert run("serve", tiny_quantized, *flags) == 2
     assert "calls the model past the worker" in capsys.readouterr().err
+
+
+def test_an_executor_that_bypasses_the_worker_is_stopped_at_the_first_step():
+    from types import SimpleNamespace
+
+    from pagedweight.runtime.messages import StepPlan
+    from pagedweight.serving.elastic.scheduler import ATTRIBUTE, ElasticScheduler
+
+    sent, silent = SimpleNamespace(**{ATTRIBUTE: StepPlan(1)}), SimpleNamespace()
+    scheduler: Any = SimpleNamespace(control=None)
+    with pytest.raises(UserError, match="without the report of its ranks"):
+        ElasticScheduler.update_from_output(scheduler, sent, silent)
 
 
 def test_flags_are_read_as_vllm_reads_them():

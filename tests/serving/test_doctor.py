@@ -169,6 +169,12 @@ def test_a_gpu_that_is_too_old(monkeypatch):
     assert "need 8.0" in f"{found.said} {found.way_out}"
 
 
+def test_the_drivers_release_is_read_where_it_can_be(tmp_path):
+    (tmp_path / "version").write_text("580.159.04\n")
+    assert gpu._driver_release(str(tmp_path / "version")) == "580.159.04"
+    assert gpu._driver_release(str(tmp_path / "none")) is None
+
+
 @pytest.mark.gpu
 def test_a_real_gpu():
     if not torch.cuda.is_available():

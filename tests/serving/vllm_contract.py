@@ -130,7 +130,17 @@ CONTRACT = (
     Uses("vllm/v1/worker/gpu/model_runner.py", "GPUModelRunner.kv_caches"),
     Uses("vllm/v1/worker/gpu/model_runner.py", "GPUModelRunner.model_memory_usage"),
     Uses("vllm/v1/outputs.py", "AsyncModelRunnerOutput.get_output"),
-    Uses("vllm/distributed/parallel_state.py", "get_tp_group"),
+    Uses("vllm/distributed/parallel_state.py", "get_world_group"),
+    Uses(
+        "vllm/distributed/utils.py", "get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")
+    ),
+    Uses("vllm/config/parallel.py", "ParallelConfig.tensor_parallel_size"),
+    Uses("vllm/config/parallel.py", "ParallelConfig.pipeline_parallel_size"),
+    Uses("vllm/config/parallel.py", "ParallelConfig.enable_expert_parallel"),
+    # Ray's executor whose ranks run the same loop as multiprocessing's, and its switch.
+    Uses("vllm/v1/executor/ray_executor_v2.py", "RayExecutorV2"),
+    Uses("vllm/v1/executor/ray_executor_v2.py", "RayWorkerProc"),
+    Uses("vllm/envs.py", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"),
     Uses("vllm/v1/engine/llm_engine.py", "LLMEngine.add_request", ("request_id", "prompt")),
     Uses("vllm/v1/engine/llm_engine.py", "LLMEngine.has_unfinished_requests"),
     Uses("vllm/v1/engine/llm_engine.py", "LLMEngine.step"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from pagedweight.errors import UserError
@@ -32,16 +34,26 @@ def _gpu(index: int) -> Finding:
     name = f"gpu {index}"
     try:
         check_capability(capability, properties.name)
-        driver, granule = _driver(index)
+        cuda, granule = _driver(index)
     except (UserError, RuntimeError) as error:
         said_first, _, way_out = str(error).partition(": ")
         return Finding(name, "wrong", f"{said}: {said_first}", way_out or "see the error", values)
-    values |= {"driver": driver, "granule_bytes": granule}
-    return Finding(name, "ok", f"{said}, driver {driver}, granule {granule:,} bytes", values=values)
+    release = _driver_release()
+    values |= {"driver": release, "driver_cuda": cuda, "granule_bytes": granule}
+    said += f", driver {release or 'of unknown release'} (CUDA {cuda})"
+    return Finding(name, "ok", f"{said}, granule {granule:,} bytes", values=values)
+
+
+def _driver_release(path: str = "/sys/module/nvidia/version") -> str | None:
+    """The kernel module's own number; None where it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
 
 
 def _driver(index: int) -> tuple[str, int]:
-    """The driver's CUDA version and the smallest piece of memory that it maps on a GPU, bytes."""
+    """The CUDA version that the driver is for, and the smallest piece of memory that it maps on a GPU, bytes."""
     driver, _ = bindings()
     check(driver.cuInit(0))
     number = int(check(driver.cuDriverGetVersion()))
