@@ -4,7 +4,7 @@
 set -euo pipefail
 results=${1:-benchmarks/results} scratch=${2:-/dev/shm/pagedweight}
 
-python -m pytest -q tests/kernels_cuda tests/serving/test_gpu.py
+python -m pytest -q tests/kernels_cuda tests/quantize/test_quantize_gpu.py tests/serving/test_gpu.py
 for tool in memcheck racecheck synccheck; do for kernel in decode groups prefill; do
   compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python tests/kernels_cuda/small_calls.py $kernel
 done; done
@@ -17,3 +17,6 @@ python -m pagedweight.bench.decode --model mixtral --layers 4 --together 4 --add
   --engine 4 mix4 marlin_int4 bf16 --folder "$scratch/mixtral" --json "$results"
 python -m pagedweight.bench.decode --model gemma-4 --layers 6 --together 4 --add \
   --engine 4 mix4 marlin_int4 bf16 --folder "$scratch/gemma-4" --json "$results"
+# Quantize and calibrate, from layers of full size to whole models.
+python -m pagedweight.bench.offline qwen1.5-moe --layers 2 --folder "$scratch/source" -o "$results/offline.json"
+python -m pagedweight.bench.offline mixtral --layers 1 --folder "$scratch/source-mixtral" -o "$results/offline.json"
