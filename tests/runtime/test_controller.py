@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedweight.memory.fake import fail_at
-from pagedweight.runtime.controller import BlockDemand
+from pagedweight.runtime.controller import PATIENT_STEPS, BlockDemand
 from pagedweight.runtime.granules import GranuleLedger, GranuleState
 from pagedweight.runtime.integrity import check_worker
 from pagedweight.runtime.messages import (
@@ -136,6 +136,27 @@ def test_a_refused_batch_is_tried_again_later_and_smaller():
     tries = [(step, size) for step, size in enumerate(sizes) if size]
     assert max(tries[0][1]) > max(tries[-1][1]) == 1
     assert all(later - step >= 3 for (step, _), (later, _) in pairwise(tries))
+
+
+def test_an_idle_engine_whose_memory_is_refused_falls_asleep_and_tries_again_later():
+    engine = Engine()
+    engine.idle()
+    device, granules = engine.devices[0], engine.controller.granules
+    start = granules.usable_blocks
+    granules.give_back(3, engine.blocks, engine.controller.step_number)
+    device.fault = lambda number, call: call == "map"
+    run(engine, [0] * 8)
+    low = granules.usable_blocks
+    assert low < start
+    assert 0 < engine.idle() < 2 * PATIENT_STEPS
+    refused = engine.ranks[0].worker.counters.rolled_back
+    assert refused >= PATIENT_STEPS - 2
+    run(engine, [0] * 4 * PATIENT_STEPS)
+    assert engine.ranks[0].worker.counters.rolled_back == refused, "nobody asks for a while"
+    device.fault = fail_at()
+    run(engine, [0] * 5 * PATIENT_STEPS)
+    assert granules.usable_blocks > low
+    engine.idle()
 
 
 def test_pressure_stops_a_reload_that_is_under_way():

@@ -150,6 +150,27 @@ def test_a_refusal_at_every_call_is_rolled_back_counted_and_mended_by_a_retry():
     assert call > 40
 
 
+def test_growth_that_is_refused_goes_on_with_fewer_granules_at_once():
+    """Every third map is refused for good: four granules apart, of two maps each, never come at
+    once."""
+    device = FakeDevice(4096)
+    rank, maps, wished = rank_of(device, block=8192), [0], (0, 2, 4, 6)
+
+    def fault(number, name):
+        maps[0] += name == "map"
+        return name == "map" and maps[0] % 3 == 0
+
+    device.fault = fault
+    backed = []
+    for step in range(1, 13):
+        rank.worker.apply(StepPlan(step, grow=wished))
+        backed.append(len(rank.worker.kv.backed))
+        check_worker(rank.worker)
+    assert backed[0] == 0
+    assert backed[-1] == len(wished)
+    assert rank.worker.counters.granules_grown == len(wished)
+
+
 def test_an_upload_that_breaks_off_halfway_is_rolled_back():
     device = FakeDevice(4096)
     rank = rank_of(device)

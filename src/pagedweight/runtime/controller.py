@@ -30,6 +30,8 @@ from pagedweight.runtime.signals import SignalWindow, whole_signals
 SIGNAL_STEPS, DEALT_SIGNAL_STEPS = 4, 16
 """Steps between two reports with signals, which are larger than all the rest of a report; where
 ranks hold different rows all of them have to be asked (a window is read every 16 steps)."""
+PATIENT_STEPS = 32
+"""Steps without a granule of those wished for, after which memory counts as refused."""
 
 
 class Planner(Protocol):
@@ -121,6 +123,7 @@ class Controller:
         self._signals = signals
         self._settled = False
         self._no_room_until = self._no_room_at = 0
+        self._no_growth_until = 0
         self._planned_for: BlockDemand | None = None
         self._last_pressure: int | None = None
 
@@ -257,11 +260,20 @@ class Controller:
             wanted = wanted_blocks(kv, threshold, kv.expected_free_blocks)
             count = -(-wanted // kv.granule_blocks)
         elif self._all_bits and not (self._dispatch.under_way or self._rows_waiting):
-            count = int((self.free_pages // self._granule_pages).min())
+            count = self._left_over()
         if self.holdings.count > 1:
             count = self._affordable(count)
         self.granules.keep(count, self.step_number)
         return self.granules.wish(count, self.step_number)
+
+    def _left_over(self) -> int:
+        """Granules that nobody else has a use for; none for a while when ranks are refused their
+        memory, or an idle engine would ask at every step for good."""
+        if self.granules.stalled(self.step_number) > PATIENT_STEPS:
+            self._no_growth_until = self.step_number + 8 * PATIENT_STEPS
+        if self.step_number < self._no_growth_until:
+            return 0
+        return int((self.free_pages // self._granule_pages).min())
 
     def _affordable(self, count: int) -> int:
         """Of `count` granules those that all ranks can back at once: where ranks hold different

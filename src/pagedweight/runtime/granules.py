@@ -54,6 +54,7 @@ class GranuleLedger:
         self.states = np.full(count, GranuleState.PARKED, np.uint8)
         self.states[list(usable)] = GranuleState.USABLE
         self._since = np.zeros(count, np.int64)
+        self._last_grown = 0
         # Asked for many times a step, and mostly 0.
         self._tally = np.bincount(self.states, minlength=len(GranuleState)).tolist()
 
@@ -68,6 +69,13 @@ class GranuleLedger:
     def in_transit(self) -> bool:
         """Whether the ranks have not answered for some granule yet."""
         return bool(self.count(GranuleState.GROWING) or self.count(GranuleState.SHRINKING))
+
+    def stalled(self, step: int) -> int:
+        """Steps since a granule that is wished for last came, or was first wished for."""
+        growing = self.states == GranuleState.GROWING
+        if not growing.any():
+            return 0
+        return step - max(self._last_grown, int(self._since[growing].min()))
 
     @property
     def usable_blocks(self) -> int:
@@ -108,6 +116,7 @@ class GranuleLedger:
         for granule in self.having(GranuleState.GROWING):
             if answered[granule] and report.backed >> granule & 1:
                 self._set(granule, GranuleState.USABLE, report.step)
+                self._last_grown = report.step
                 parking.unpark(granule)
         for granule in self.having(GranuleState.SHRINKING):
             if answered[granule]:

@@ -50,6 +50,7 @@ class MemoryWorker:
         self.counters = mover.counters
         self._pool = mover.weights.pool
         self._step = 0
+        self._most_granules: int | None = None  # to grow by at once, since that was refused
 
     def number_rows(self, rows: IntArray) -> None:
         """From now on plans call row n of this rank rows[n]."""
@@ -129,8 +130,14 @@ class MemoryWorker:
             if self.kv.pages_for([*fitting, granule]) > most:
                 break
             fitting.append(granule)
-        if fitting and self._tried(partial(self.kv.grow, fitting)):
+        fitting = fitting[: self._most_granules]
+        if not fitting:
+            return
+        if self._tried(partial(self.kv.grow, fitting)):
             self.counters.granules_grown += len(fitting)
+            self._most_granules = None if self._most_granules is None else 2 * len(fitting)
+        else:  # all or none: fewer may be had where so many are not
+            self._most_granules = max(1, len(fitting) // 2)
 
     def _tried(self, call: Callable[[], object]) -> bool:
         """Whether `call` was not refused; a refusal leaves a sound state and is met again."""
