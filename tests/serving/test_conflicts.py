@@ -9,7 +9,8 @@ import torch
 
 from pagedweight.cli.main import main
 from pagedweight.errors import UserError
-from pagedweight.serving.conflicts import has, number, refuse_with_memory
+from pagedweight.serving.conflicts import has, number, refuse_with_holdings, refuse_with_memory
+from pagedweight.serving.options import ServeOptions
 
 
 def run(*args: object) -> int:
@@ -87,6 +88,13 @@ def test_ranks_that_cannot_be(tiny_quantized, capsys, given, flags, message):
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert shown.out == ""
+
+
+def test_the_memory_of_a_gpu_is_not_counted_out_to_stages():
+    options = ServeOptions(gpu_memory=1 << 30)
+    refuse_with_holdings(options, stages=1)
+    with pytest.raises(UserError, match="--gpu-memory does not go with --pipeline-parallel-size"):
+        refuse_with_holdings(options, stages=2)
 
 
 def test_rays_first_executor_never_calls_our_worker(tiny_quantized, capsys, monkeypatch):

@@ -47,15 +47,18 @@ def refuse_with_memory(arguments: Sequence[str]) -> None:
         )
 
 
-def refuse_with_holdings(options: ServeOptions) -> None:
+def refuse_with_holdings(options: ServeOptions, stages: int) -> None:
     """UserError for what needs ranks that hold all rows, where experts or layers are dealt out."""
     given = [f"--{name}" for name in ("trace", "replay") if getattr(options, name) is not None]
-    if options.gpu_memory is not None:
-        given.append("--gpu-memory")
     if given:
         raise UserError(
             f"{', '.join(given)}: not with --enable-expert-parallel or --pipeline-parallel-size, "
             "where ranks hold different rows; give --memory alone"
+        )
+    if options.gpu_memory is not None and stages > 1:
+        raise UserError(
+            "--gpu-memory does not go with --pipeline-parallel-size: what each stage holds beside "
+            "experts and KV is not counted; give --memory"
         )
 
 

@@ -81,7 +81,7 @@ def _classes(checkpoint: Checkpoint, options: ServeOptions, rest: list[str]) -> 
     refuse_with_memory(rest)
     dealing = Dealing.of(checkpoint, Parallel.of_arguments(rest))
     if dealing.holdings.count > 1:
-        refuse_with_holdings(options)
+        refuse_with_holdings(options, dealing.parallel.pipeline)
     if options.trace is not None:
         check_trace(options.trace)
     if options.replay is not None:

@@ -53,7 +53,7 @@ def _driver_release(path: str = "/sys/module/nvidia/version") -> str | None:
 
 
 def _driver(index: int) -> tuple[str, int]:
-    """The CUDA version that the driver is for, and the smallest piece of memory that it maps on a GPU, bytes."""
+    """The driver's CUDA version, and the smallest piece of memory that it maps on a GPU, bytes."""
     driver, _ = bindings()
     check(driver.cuInit(0))
     number = int(check(driver.cuDriverGetVersion()))
