@@ -7,6 +7,7 @@ so one level of all rows is contiguous. "Level" in this package is an index into
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +117,13 @@ class PlanContext:
     def steps(self) -> int:
         """T: steps between neighbouring levels."""
         return len(self.sizes.levels) - 1
+
+    @cached_property
+    def level_bytes(self) -> tuple[int, ...]:
+        """What all rows hold at each level index, in whole pages."""
+        levels = range(len(self.sizes.levels))
+        every = (np.full(self.index.rows, level, np.int8) for level in levels)
+        return tuple(int(self.pages.held(self.slots(each))) for each in every)
 
     def levels_of(self, bits: BitsArray) -> Levels:
         """Level index of each row, int8 [rows]."""

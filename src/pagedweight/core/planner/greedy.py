@@ -23,10 +23,10 @@ def greedy_select(context: PlanContext, scored: ScoredActions, target_bytes: int
     does not suffice, all of it is taken: the largest safe reduction; a stage's `least` bytes stay.
     A plan of more pages than the policy's cap is held back to the first of its steps.
     """
-    rows, stage = scored.rows, scored.stage.name
+    rows, stage, least = scored.rows, scored.stage.name, scored.stage.least
     if target_bytes <= 0:
         return Plan.none(stage)
-    given = min(target_bytes, rows.held - _least_bytes(context, scored.stage.least))
+    given = min(target_bytes, rows.held - (context.level_bytes[least] if least else 0))
     if given <= 0:
         return replace(Plan.none(stage), target_bytes=target_bytes)
     low, slots = _lowest(context, scored, given)
@@ -45,14 +45,6 @@ def greedy_select(context: PlanContext, scored: ScoredActions, target_bytes: int
         after, slots = prune(context, rows, after, slots, need)
     plan = Plan.between(context, rows, after, slots, stage, target_bytes)
     return replace(plan, stage_bytes=max(most, 0))
-
-
-def _least_bytes(context: PlanContext, level: int) -> int:
-    """What all rows hold at a level index, in whole pages; 0 for the lowest."""
-    if not level:
-        return 0
-    every: Levels = np.full(context.index.rows, level, np.int8)
-    return int(context.pages.held(context.slots(every)))
 
 
 def _lowest(context: PlanContext, scored: ScoredActions, target: int) -> tuple[Levels, IntArray]:
