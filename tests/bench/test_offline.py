@@ -61,3 +61,12 @@ def test_tokens_are_in_the_vocabulary_and_frequent_ones_come_first():
     assert tokens.min() >= 0
     assert tokens.max() < 1000
     assert (tokens < 31).float().mean() == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU has what is asked for")
+def test_a_missing_gpu_is_one_sentence_before_any_work(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        offline.main(["mixtral", "--folder", str(tmp_path / "source"), "-o", str(tmp_path / "o")])
+    assert end.value.code == 2
+    assert "finds no CUDA device; use --device cpu" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -89,6 +89,10 @@ def test_a_file_of_that_name_is_a_file_and_names_are_checked(tmp_path, monkeypat
         Baseline.of("paged:3b")
     with pytest.raises(UserError, match="'best' is not one of uniform"):
         Baseline.of("best:3b")
+    with pytest.raises(UserError, match="random needs a budget, for example random:3b"):
+        Baseline.of("random")
+    with pytest.raises(UserError, match="the seed 'x' is not a whole number"):
+        Baseline.of("random:3b:x")
 
 
 def command(capsys, *arguments: object) -> list[str]:

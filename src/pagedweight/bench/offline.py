@@ -32,8 +32,10 @@ from pagedweight.calibrate.pipeline import Calibrated, calibrate_checkpoint
 from pagedweight.calibrate.text import CalibrationTokens
 from pagedweight.checkpoint.names import architecture_of
 from pagedweight.checkpoint.reader import Checkpoint
+from pagedweight.checkpoint.result_file import check_target
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.errors import UserError
+from pagedweight.kernels.device import device_of
 from pagedweight.quantize.pipeline import Codes, QuantizeOptions, quantize_checkpoint
 
 QUESTION = (
@@ -235,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     others = [row for row in before if (row["model"], row["codes"]) != key]
     run = measure(config, whole, options.folder, text, options.device, options.codes)
     try:
+        device_of(options.device)
+        check_target(options.o)
         for row in run:  # what is there is kept, whatever becomes of the rest
             rows = [*others, {"model": options.model, **row}]
             write_record(options.o, {"question": QUESTION, "machine": machine(), "rows": rows})

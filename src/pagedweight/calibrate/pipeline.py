@@ -20,6 +20,7 @@ from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.recalibrate import replace_calibration
 from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.errors import UserError, listing
+from pagedweight.kernels.device import device_of
 
 _CPU = torch.device("cpu")
 LIKENESS = 0.5
@@ -51,11 +52,7 @@ def calibrate_checkpoint(
 
     Raises UserError when the device is not there or `source` is not what was quantized.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"--device cuda: torch {torch.__version__} finds no CUDA device; use --device cpu"
-        )
-    check_source(checkpoint, source, torch.device(options.device))
+    check_source(checkpoint, source, device_of(options.device))
     watch, busy = _Stopwatch(report), time.process_time()
     measured = measure(source, checkpoint, text.tokens, options, checkpoint.path, watch.report)
     watch.begin("heads")

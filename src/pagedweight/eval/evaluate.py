@@ -21,6 +21,7 @@ from pagedweight.errors import UserError
 from pagedweight.eval.reference import ReferenceModel, load_plain, load_quantized
 from pagedweight.eval.statistics import Floats, bootstrap, perplexity, window_kl, window_nll
 from pagedweight.eval.windows import WindowChoice, cut_windows
+from pagedweight.kernels.device import device_of
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import plan_argument, plan_of
 
@@ -115,8 +116,7 @@ def _open(options: EvalOptions) -> _Subject:
             "KL needs whole distributions, which vLLM does not give: --model goes with "
             "--engine reference"
         )
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device here")
+    device_of(options.device)
     dtype = options.dtype or ("float32" if options.engine == "reference" else "auto")
     asked = ServeOptions(options.bits, options.plan)
     checkpoint = plan = None

@@ -24,6 +24,7 @@ from pagedweight.eval.pressure import bits_of_windows, load_pressure
 from pagedweight.eval.reference import load_plain
 from pagedweight.eval.stream import Lane, Progress, StreamOptions, StreamScores, score_stream
 from pagedweight.eval.windows import WindowChoice, cut_windows
+from pagedweight.kernels.device import device_of
 from pagedweight.serving.elastic.budget import calibration_of, policy_of
 from pagedweight.serving.expert_budget import parse_budget, uniform_bytes
 from pagedweight.serving.options import ServeOptions
@@ -163,8 +164,7 @@ def _check(options: StudyOptions) -> None:
         raise UserError(f"--dtype {options.dtype} is not one of {', '.join(DTYPES)}")
     if options.pressure is not None and options.load != "requests":
         raise UserError("--pressure comes and goes, so it needs --load requests")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device here")
+    device_of(options.device)
     if options.dtype == TF32 and options.device != "cuda":
         raise UserError("--dtype tf32 is CUDA's: it goes with --device cuda")
     for name in ("seats", "oracle_windows", "replan_tokens"):

@@ -23,6 +23,7 @@ from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.checkpoint.writer import CheckpointWriter
 from pagedweight.core.geometry import KINDS
 from pagedweight.errors import CheckpointError, UserError, listing
+from pagedweight.kernels.device import device_of
 from pagedweight.quantize.centroids import TORCH_DTYPE
 from pagedweight.quantize.layer import ReadExpert, quantize_layer
 
@@ -106,7 +107,7 @@ def quantize_checkpoint(
 ) -> QuantizeResult:
     """Write the checkpoint `out`; raises UserError or CheckpointError before anything is written
     when the source, the folder or the options do not do."""
-    device, compensated = _device(options.device), options.compensated
+    device, compensated = device_of(options.device), options.compensated
     table_dtype = options.table_dtype or source.table_dtype
     going_on = (out / PARTIAL / "options.json").exists() and options.resume
     if not going_on:
@@ -181,16 +182,6 @@ def _measurer(
     return StreamedMoments(
         source, options.calibration.tokens, device, out / PARTIAL, options.compensated
     )
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("cpu", "cuda"):
-        raise UserError(f"--device is cpu or cuda, not {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"--device cuda: torch {torch.__version__} finds no CUDA device; use --device cpu"
-        )
-    return torch.device(name)
 
 
 def _refuse_occupied(out: Path, resume: bool) -> None:

@@ -21,7 +21,7 @@ from pagedweight.serving.expert_budget import parse_budget
 from pagedweight.serving.options import ServeOptions
 
 BASELINES = tuple(name for name in POLICIES if name != "paged")
-_BASELINE = re.compile(r"([a-z-]+):([^:]+)(?::(\d+))?")
+_BASELINE = re.compile(r"([a-z-]+):([^:]+)(?::(.+))?")
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,13 @@ class Baseline:
     @staticmethod
     def of(text: str) -> Baseline | None:
         """None for what is a file, or does not look like a baseline. UserError for a policy that
-        is none of BASELINES."""
+        is none of BASELINES, one without a budget, and a seed that is no number."""
+        if Path(text).exists():
+            return None
+        if text in BASELINES:
+            raise UserError(f"--plan {text} needs a budget, for example {text}:3b or {text}:28.5MB")
         match = _BASELINE.fullmatch(text)
-        if match is None or Path(text).exists():
+        if match is None:
             return None
         policy, budget, seed = match.groups()
         if policy not in BASELINES:
@@ -46,6 +50,8 @@ class Baseline:
                 f"{', '.join(BASELINES)}"
                 + ("; paged is --memory without --plan" if policy == "paged" else "")
             )
+        if seed is not None and not seed.isdecimal():
+            raise UserError(f"--plan {text}: the seed {seed!r} is not a whole number of at least 0")
         return Baseline(policy, budget, int(seed or 0))
 
     def assignment(self, checkpoint: Checkpoint, policy: Policy) -> Assignment:
