@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +34,10 @@ class Job:
     repeats: int
 
 
+Find = Callable[[Any, Job], Any]
+"""What is done with a started engine; its result is sent to the process that asked."""
+
+
 @dataclass(frozen=True)
 class Step:
     """After a step of the engine: seconds, and the fewest, most and all tokens of the requests."""
@@ -44,8 +48,9 @@ class Step:
     total: int
 
 
-def serve(job: Job, connection: Connection) -> None:
-    """Start the engine, say ("started", seconds), wait for a word, time it and send the rows.
+def serve(job: Job, connection: Connection, find: Find | None = None) -> None:
+    """Start the engine, say ("started", seconds), wait for a word, and send what `find` finds with
+    it (None: the rows of `measure`).
 
     Whatever goes wrong is sent as text. In a process group of its own, so that the engine's own
     processes can be ended with it; in `job.directory`, where relative paths of its options start.
@@ -57,7 +62,7 @@ def serve(job: Job, connection: Connection) -> None:
         try:
             connection.send(("started", started))
             connection.recv()
-            connection.send(measure(engine, job))
+            connection.send((find or measure)(engine, job))
         finally:
             engine.llm_engine.engine_core.shutdown()
     except BaseException:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from pagedweight.bench.decode_engine import Job, measure, start
+from pagedweight.bench import decode_engine
+from pagedweight.bench.decode_engine import Job, measure
 
 TEXTS, TEXT_TOKENS, ANSWER, BURST_NEW = 8, 192, 32, 256
 PROMPTS = (
@@ -28,23 +27,8 @@ BURSTS = 4
 
 
 def serve(job: Job, connection: Connection) -> None:
-    """Start the engine, say ("started", seconds), wait for a word, then send what it found.
-
-    Whatever goes wrong is sent as text; see `decode_engine.serve`.
-    """
-    os.setsid()
-    os.chdir(job.directory)
-    try:
-        engine, started = start(job)
-        try:
-            connection.send(("started", started))
-            connection.recv()
-            connection.send(_find(engine, job))
-        finally:
-            engine.llm_engine.engine_core.shutdown()
-    except BaseException:
-        connection.send(traceback.format_exc())
-        raise
+    """`decode_engine.serve` with what this benchmark asks of an engine."""
+    decode_engine.serve(job, connection, _find)
 
 
 def _find(engine: Any, job: Job) -> dict[str, Any]:
