@@ -61,10 +61,13 @@ def make_call(
     seed: int = 0,
     low: int = 2,
     planes: int = 6,
+    bits: torch.Tensor | None = None,
 ) -> Call:
-    """A poisoned layer with random bits low..planes per expert and kind, random tokens."""
+    """A poisoned layer with random bits low..planes per expert and kind, or with `bits` [E, 2], and
+    random tokens."""
     gen = torch.Generator(device).manual_seed(seed)
-    bits = random_bits(shape.experts, gen, low, planes)
+    if bits is None:
+        bits = random_bits(shape.experts, gen, low, planes)
     layer = random_layer(shape, bits, table_dtype, device, gen, planes)
     x = torch.randn((tokens, shape.hidden), generator=gen, device=device).to(dtype)
     weights, ids = random_routing(tokens, shape.experts, top_k, routing, device, gen)

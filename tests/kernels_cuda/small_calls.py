@@ -35,6 +35,8 @@ def run_decode() -> None:
         decode.choose_groups = lambda *_, logs=groups: logs
         run(SMALL, 7, 2, planes=8)
         run(MORE, 21, 3)
+    decode.choose_groups = lambda *args: (2, 1) if args[-1] else (0, 1)
+    run(MORE, 21, 3)
     for bits in range(2, 9):
         run(SMALL, 3, 2, low=bits, planes=bits)
     run(SMALL, 9, 2, dtype=torch.float16, table_dtype=torch.float16, activation="gelu_tanh")
@@ -45,7 +47,7 @@ def run_groups() -> None:
     binding.is_prefill = decode.is_few = lambda *_: False
     for token_groups in (1, 2, 3, 4):
         decode.choose_token_groups = lambda *_, count=token_groups: count
-        for groups in ((0, 0), (1, 2)):
+        for groups in ((0, 0), (1, 2), (2, 1)):
             decode.choose_groups = lambda *_, logs=groups: logs
             run(SMALL, 40, 2, planes=8)
     run(MORE, 45, 3)

@@ -78,7 +78,9 @@ def test_prefill_at_any_size(gpu, kernel, monkeypatch, tokens, experts, planes):
 
 
 @pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("groups", [(0, 0), (0, 2), (1, 1), (2, 3), (3, 3)])
+@pytest.mark.parametrize(
+    "groups", [(0, 0), (0, 2), (1, 1), (2, 3), (3, 3), (1, 0), (2, 1), (3, 0), (3, 2)]
+)
 def test_groups_of_warps_share_units(gpu, kernel, monkeypatch, groups, few):
     monkeypatch.setattr(decode, "choose_groups", lambda *_: groups)
     monkeypatch.setattr(decode, "is_few", lambda *_: few)
@@ -88,6 +90,33 @@ def test_groups_of_warps_share_units(gpu, kernel, monkeypatch, groups, few):
         first = call.check(kernel)
         for _ in range(5):
             assert torch.equal(call.run(kernel), first)
+
+
+def _by_kind(alike, mixed):
+    return lambda *args: mixed if args[-1] else alike
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("alike, mixed", [((0, 1), (2, 3)), ((3, 0), (1, 2))])
+@pytest.mark.parametrize("others", [(0, 0), (4, 0), (0, 4), (4, 4), (3, 24)])
+def test_a_phase_takes_its_groups_by_its_blocks(
+    gpu, kernel, monkeypatch, few, alike, mixed, others
+):
+    """24 experts have a block of tokens each, of which `others` by kind are not at 4 bits: mixed
+    from one block in eight on. What 16 experts without tokens have does not count."""
+    monkeypatch.setattr(decode, "is_few", lambda *_: few)
+    monkeypatch.setattr(decode, "choose_token_groups", lambda *_: 1)
+    bits = torch.full((40, 2), 4, dtype=torch.int32)
+    bits[: others[0], 0], bits[: others[1], 1], bits[30:] = 5, 3, 6
+    call = make_call(gpu, LayerShape(40, 1024, 704), 48, 2, FP16, bits=bits)
+    call.ids[:] = torch.arange(96, device=gpu).reshape(48, 2) % 24
+    pair = tuple((mixed if others[kind] == 4 else alike)[kind] for kind in (0, 1))
+    outs = []
+    for at_alike, at_mixed in ((alike, mixed), (pair, pair), (mixed, alike)):
+        monkeypatch.setattr(decode, "choose_groups", _by_kind(at_alike, at_mixed))
+        outs.append(call.check(kernel))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])  # another order of sums shows in float16
 
 
 def _groups_of(monkeypatch, token_groups):

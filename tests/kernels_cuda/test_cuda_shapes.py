@@ -4,7 +4,9 @@ import pytest
 
 from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
+from pagedweight.kernels.cuda import decode
 from pagedweight.kernels.cuda.kernel import slices
+from pagedweight.kernels.cuda.params import Params
 from pagedweight.kernels.cuda.shapes import (
     GROUP_PLAN,
     GROUP_WARPS,
@@ -105,11 +107,31 @@ def test_slices_cover_every_token_once(wide):
     assert sum(n for _, n in parts) == 5000
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
-def test_groups_are_whole_and_long_rows_have_them(tokens):
+def test_groups_are_whole_and_long_rows_have_them(tokens, mixed):
     for shape, top_k in ((QWEN, 4), (MIXTRAL, 2)):
         for build in (Build(16), GroupBuild(12, 3), Build(4)):
-            gate, down = choose_groups(shape, tokens, top_k, build, 132)
+            gate, down = choose_groups(shape, tokens, top_k, build, 132, mixed)
             assert 0 <= gate <= down <= 3
             assert build.warps % (1 << down) == 0
-    assert choose_groups(MIXTRAL, tokens, 2, Build(16), 132)[0] >= 1
+    assert choose_groups(MIXTRAL, tokens, 2, Build(16), 132, mixed)[0] >= 1
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
+def test_mixed_precisions_never_have_smaller_groups(tokens):
+    for shape, top_k in ((QWEN, 4), (MIXTRAL, 2), (LayerShape(128, 2816, 704), 8)):
+        alike, mixed = (choose_groups(shape, tokens, top_k, Build(16), 132, m) for m in (0, 1))
+        assert all(m >= a for a, m in zip(alike, mixed, strict=True))
+    assert choose_groups(QWEN, 64, 4, Build(16), 132, False) == (0, 0)
+    assert choose_groups(QWEN, 64, 4, Build(16), 132, True) == (1, 1)
+
+
+def test_a_launch_carries_the_groups_of_both_kinds_of_plan(monkeypatch):
+    sent = []
+    monkeypatch.setattr(decode, "load_decode", lambda *_: (None, 132))
+    monkeypatch.setattr(decode, "launch", lambda *args: sent.append(args[-1]))
+    decode.launch_decode(H200, QWEN, True, True, Params(tokens=64, top_k=4), 0)
+    names = [name for name, _ in Params._fields_[-4:]]
+    assert names == [f"log_group_{k}{m}" for m in ("", "_mixed") for k in ("gate_up", "down")]
+    assert [getattr(sent[0], name) for name in names] == [0, 0, 1, 1]

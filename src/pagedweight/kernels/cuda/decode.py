@@ -63,7 +63,11 @@ def launch_decode(
         token_groups = choose_token_groups(shape, tokens, top_k)
         build = choose_group_build(device, token_groups)
         function, blocks = load_decode_groups(device, bf16, table_bf16, token_groups)
-    groups = choose_groups(shape, tokens, top_k, build, device.processors)
-    params.log_group_gate_up, params.log_group_down = groups
+    alike, mixed = (
+        choose_groups(shape, tokens, top_k, build, device.processors, mixed)
+        for mixed in (False, True)
+    )
+    params.log_group_gate_up, params.log_group_down = alike
+    params.log_group_gate_up_mixed, params.log_group_down_mixed = mixed
     params.pairs_at = pairs_at(tokens * top_k, shape.experts)
     launch(function, blocks, build.threads, stream, params)

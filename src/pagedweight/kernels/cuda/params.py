@@ -37,6 +37,8 @@ _NUMBERS = (
     "pairs_at",
     "log_group_gate_up",
     "log_group_down",
+    "log_group_gate_up_mixed",
+    "log_group_down_mixed",
 )
 
 

@@ -64,7 +64,7 @@ class Build:
     @property
     def head(self) -> int:
         """Bytes of `Head`."""
-        return 44 + 8 * self.warps
+        return 52 + 8 * self.warps
 
     def defines(self) -> dict[str, int]:
         return {"PW_WARPS": self.warps, "PW_TABLE_BYTES": TABLE}
@@ -94,7 +94,7 @@ class GroupBuild:
     @property
     def head(self) -> int:
         """Bytes of `Head` (csrc/desk.cuh)."""
-        return 44 + 44 * self.warps
+        return 52 + 44 * self.warps
 
     def defines(self) -> dict[str, int]:
         return {
@@ -202,19 +202,28 @@ measured), and than two."""
 
 
 def choose_groups(
-    shape: LayerShape, tokens: int, top_k: int, build: Build | GroupBuild, processors: int
+    shape: LayerShape,
+    tokens: int,
+    top_k: int,
+    build: Build | GroupBuild,
+    processors: int,
+    mixed: bool,
 ) -> tuple[int, int]:
     """log2 of the warps that share a unit of gate_up and of down; thresholds measured on an H200.
 
     By the rounds that all warps would need for gate_up alone, one unit each: groups pay where warps
-    would be idle, in part of a round or at the end of a second; else they only add overhead.
-    Rows of 4096 columns and more are worth a group always.
+    would be idle, in part of a round or at the end of a second; else they only add overhead. Where
+    precisions are mixed, warps end at different times and run different code, so that fewer and
+    shorter units pay sooner. Rows of 4096 columns and more are worth a group always.
+
+    A launch carries both choices; on the device each phase takes one by the precisions of the
+    experts that its tokens reach (csrc/plan.cuh, `order_blocks`).
     """
     pairs, experts = tokens * top_k, shape.experts
     hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
     units = max(hit, pairs / build.block_tokens) * shape.gate_up.row_tiles / 2
     rounds = units / (build.warps * processors)
-    log = next(log for most, log in GROUP_LOGS if rounds < most)
+    log = next(log for most, log in (MIXED_LOGS if mixed else GROUP_LOGS) if rounds < most)
     cols, down_cols = shape.gate_up.col_tiles, shape.down.col_tiles
     log += cols >= LONG_ROW
     longer = max(0, (down_cols // cols).bit_length() - 1)
@@ -224,5 +233,7 @@ def choose_groups(
 
 GROUP_LOGS = ((0.2, 2), (0.5, 1), (0.8, 0), (1.7, 1), (float("inf"), 0))
 """(rounds below which, log2 of the group)."""
+MIXED_LOGS = ((1.0, 2), (float("inf"), 1))
+"""The same where precisions are mixed."""
 LONG_ROW = 64
 """Column tiles of a long row."""

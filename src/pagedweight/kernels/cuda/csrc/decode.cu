@@ -33,7 +33,7 @@ struct Head {  // of the plan
   u32 board[2][WARPS];  // by phase and a group's first warp: the unit claimed, and its parity
 };
 PW_INLINE Head& head() { return *(Head*)memory; }
-static_assert(sizeof(Head) == 44 + 8 * WARPS, "shapes.py computes the same");
+static_assert(sizeof(Head) == 52 + 8 * WARPS, "shapes.py computes the same");
 PW_INLINE Plan plan_of(const Params& p) { return plan_behind(head(), p); }
 
 // Activations of a lane's token and columns: 16 neighbours, near (0..7) and far (8..15) ones.
@@ -73,11 +73,11 @@ struct Worker {
   float sum[2][4];  // of the unit's two row tiles
 
   PW_INLINE const Phase& phase(int i) const { return head().phase[i]; }
-  PW_INLINE int group_size(int phase) const { return 1 << p.log_group[phase]; }
-  PW_INLINE int group(int phase) const { return warp >> p.log_group[phase]; }
+  PW_INLINE int group_size(int phase) const { return 1 << head().phase[phase].log_group; }
+  PW_INLINE int group(int phase) const { return warp >> head().phase[phase].log_group; }
   PW_INLINE int member(int phase) const { return warp & group_size(phase) - 1; }
   PW_INLINE int first_column(int i, int member) const {
-    return phase(i).cols * member >> p.log_group[i];
+    return phase(i).cols * member >> phase(i).log_group;
   }
   PW_INLINE void sync_group() const {
     const int g = group(task.phase);
@@ -156,7 +156,7 @@ struct Worker {
         told >>= 1;
       }
     }
-    meet(i, (WARPS >> p.log_group[i]) * gridDim.x + told);
+    meet(i, (WARPS >> phase(i).log_group) * gridDim.x + told);
   }
 
   // One pass over a unit: Stage<BITS>::ROWS row tiles over this warp's columns, into `total`.
@@ -220,14 +220,17 @@ struct Worker {
   }
 
   // Sums over the group's warps, in their order, in its first warp; passed through their tables.
-  PW_INLINE void add_up_group() {
+  PW_INLINE void add_up_group(u32 claimed) {
     if (member(task.phase) > 0) {
       float* own = (float*)memory_at(table_start(warp)) + lane;
 #pragma unroll
       for (int i = 0; i < 8; ++i) own[i * 32] = sum[i / 4][i % 4];
     }
     sync_group();
-    if (member(task.phase) == 0) {
+    if (member(task.phase) > 0) {
+      // The first warp has told what is next, and tells no more until all have heard.
+      if (next.phase < 0) try_meet_next(claimed);
+    } else {
 #pragma unroll 1
       for (int w = 1; w < group_size(task.phase); ++w) {
         const float* other = (const float*)memory_at(table_start(warp + w)) + lane;
@@ -285,10 +288,9 @@ struct Worker {
       for (int i = 0; i < 4; ++i) sum[0][i] = sum[1][i] = 0;
       multiply_any(task.bits(), source(), claimed);
       if (leads && next.phase < 0) try_meet_next(claimed);
-      if (group_size(task.phase) > 1) add_up_group();
+      if (group_size(task.phase) > 1) add_up_group(claimed);
       if (leads) write();
       down_units += leads && task.phase == 1;
-      if (next.phase < 0) try_meet_next(claimed);
       parity = next.phase == task.phase ? parity ^ 1 : 0;
     }
     if (lane == 0 && down_units) signal_release(&((Counters*)p.counters)->finished, down_units);
@@ -299,8 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ Params p, const u32 two_to_16) {
   if (shared_address(memory) != WINDOW) __trap();  // addresses are laid out behind it
   const Plan plan = plan_of(p);
-  make_plan(p, plan, memory_at(TABLES_AT), THREADS);
-  if (threadIdx.x < 2) head().phase[threadIdx.x] = phase_of(p, threadIdx.x, *plan.block_count);
+  const int mixed = make_plan(p, plan, memory_at(TABLES_AT), THREADS);
+  if (threadIdx.x < 2)
+    head().phase[threadIdx.x] =
+        phase_of(p, threadIdx.x, *plan.block_count, mixed >> threadIdx.x & 1);
   if (threadIdx.x < WARPS) head().board[0][threadIdx.x] = head().board[1][threadIdx.x] = 1;
   __syncthreads();
   Worker worker = {p, (int)threadIdx.x % 32, (int)threadIdx.x / 32, two_to_16};

@@ -45,15 +45,16 @@ struct Worker {
 
   PW_INLINE const Phase& phase(int i) const { return head().phase[i]; }
   PW_INLINE Desk& desk() const { return head().desk[warp]; }
-  PW_INLINE int group_size(int phase) const { return 1 << p.log_group[phase]; }
-  PW_INLINE int group(int phase) const { return warp >> p.log_group[phase]; }
+  PW_INLINE int group_size(int phase) const { return 1 << head().phase[phase].log_group; }
+  PW_INLINE int group(int phase) const { return warp >> head().phase[phase].log_group; }
   PW_INLINE int member(int phase) const { return warp & group_size(phase) - 1; }
   PW_INLINE int first_column(int i, int member) const {
-    return phase(i).cols * member >> p.log_group[i];
+    return phase(i).cols * member >> phase(i).log_group;
   }
   PW_INLINE void sync_group(int phase) const {
-    // Groups of the two phases are the same, or down's are larger and few.
-    const bool apart = phase == 1 && p.log_group[0] != p.log_group[1];
+    // Groups of the two phases are the same, or the larger ones are few.
+    const Phase(&of)[2] = head().phase;
+    const bool apart = phase == 1 && of[0].log_group != of[1].log_group;
     const int g = group(phase);
     barrier_sync(apart ? 15 - g : 1 + g, group_size(phase) * 32);
   }
@@ -370,8 +371,10 @@ struct Worker {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode(const __grid_constant__ Params p, const u32 two_to_16) {
   const Plan plan = plan_of(p);
-  make_plan(p, plan, memory + REGIONS_AT, THREADS);
-  if (threadIdx.x < 2) head().phase[threadIdx.x] = phase_of(p, threadIdx.x, *plan.block_count);
+  const int mixed = make_plan(p, plan, memory + REGIONS_AT, THREADS);
+  if (threadIdx.x < 2)
+    head().phase[threadIdx.x] =
+        phase_of(p, threadIdx.x, *plan.block_count, mixed >> threadIdx.x & 1);
   if (threadIdx.x < WARPS) head().board[0][threadIdx.x] = head().board[1][threadIdx.x] = 1;
   __syncthreads();
   const int warp = threadIdx.x / 32;

@@ -15,12 +15,12 @@ struct Head {  // of the plan
   Desk desk[WARPS];
 };
 PW_INLINE Head& head() { return *(Head*)memory; }
-static_assert(sizeof(Head) == 44 + 44 * WARPS, "shapes.py computes the same");
+static_assert(sizeof(Head) == 52 + 44 * WARPS, "shapes.py computes the same");
 PW_INLINE Plan plan_of(const Params& p) { return plan_behind(head(), p); }
 
 // Whether a warp has a whole group about it: when groups do not divide the warps, the last idle.
 PW_INLINE bool in_group(const Params& p, int phase, int warp) {
-  return warp >> p.log_group[phase] < WARPS >> p.log_group[phase];
+  return warp >> head().phase[phase].log_group < WARPS >> head().phase[phase].log_group;
 }
 
 // Puts the unit `index` of a phase on a desk, or the first of this warp in the phase that follows
@@ -30,7 +30,7 @@ PW_INLINE u64 meet(const Params& p, int phase, int index, u32 parity, int warp, 
   if (phase == 0 && (index >= head().phase[0].all_units || !in_group(p, 0, warp))) {
     phase = 1;
     parity = 0;
-    index = (warp >> p.log_group[1]) * gridDim.x + blockIdx.x;
+    index = (warp >> head().phase[1].log_group) * gridDim.x + blockIdx.x;
   }
   const Phase& f = head().phase[phase];
   Task t = {2, 0, 0, 0};
@@ -50,7 +50,7 @@ PW_INLINE u64 meet(const Params& p, int phase, int index, u32 parity, int warp, 
 // what is not known yet stays so. Not inlined: once or twice a unit.
 __device__ __noinline__ u64 meet_next(const Params& p, u32 claimed, int warp, int lane) {
   const Task& task = head().desk[warp].task;
-  const int i = task.phase, log = p.log_group[i];
+  const int i = task.phase, log = head().phase[i].log_group;
   u32 told = __shfl_sync(~0u, claimed, 0);
   if (log > 0) {
     u32* board = &head().board[i][warp >> log];

@@ -22,7 +22,8 @@ struct Params {
   int* plan;                  // of prefill (prefill.cu)
   int first_token, tokens, top_k, experts, hidden, intermediate, x_stride, middle_stride;
   int activation, ids_are_64, pairs_at;  // pairs_at: bytes from the plan's blocks to its pairs
-  int log_group[2];                      // log2 of the warps that share a unit, by phase
+  int log_group[2][2];  // log2 of the warps that share a unit: where precisions are alike and where
+                        // they are mixed, by phase
 };
 
 // Shared by the thread blocks of a launch; the last one leaves zeros.
@@ -115,24 +116,37 @@ PW_INLINE void lay_out(const Params& p, const Plan& plan, const u32* count, u32*
 
 PW_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// How many blocks of tokens have each precision, by phase and bits (2 to 8).
+struct Tally {
+  u32 blocks[2][9];
+  // Blocks of a phase without the most common precision.
+  PW_INLINE int others(int phase, int all) const {
+    u32 most = 0;
+    for (int b = 2; b <= 8; ++b) most = max(most, blocks[phase][b]);
+    return all - (int)most;
+  }
+};
+
 // Blocks of tokens by the bits of their weights, most first, in the order of gate_up and of down:
 // warps that are busy at the same time then run the same code, which the instruction cache holds,
 // whatever the plan of precisions, and the last units are the shortest. Down keeps gate_up's order
 // among equals, so that what it waits for comes first. A few blocks, or blocks that are all alike,
-// stay as they are. All threads; `bits`: by expert and kind; `keys`: a byte a block. A barrier ends
-// it.
+// stay as they are. All threads; `bits`: by expert and kind; `tally`: zeros; `keys`: a byte a block.
+// A barrier must follow. Returns, bit by bit, which phases have mixed precisions: there a group of
+// warps pays sooner (docs/kernels.md).
 const int FEW_BLOCKS = 8;
-PW_INLINE void order_blocks(const Plan& plan, const u8* bits, u32* keys, int threads) {
+const int MIXED_SHARE = 8;  // mixed: more than one block in so many has not the usual precision
+PW_INLINE int order_blocks(const Plan& plan, const u8* bits, Tally& tally, u32* keys, int threads) {
   const int blocks = *plan.block_count, words = ceil_div(blocks, 4);
-  int differ = 0;
   for (int b = threadIdx.x; b < blocks; b += threads) {
     plan.order[b] = plan.order[plan.most + b] = (u16)b;
-    if (blocks > FEW_BLOCKS)
-      for (int kind = 0; kind < 2; ++kind)
-        differ |= bits[plan.blocks[b].expert() * 2 + kind] !=
-                  bits[plan.blocks[0].expert() * 2 + kind];
+    for (int kind = 0; kind < 2; ++kind)
+      atomicAdd(&tally.blocks[kind][bits[plan.blocks[b].expert() * 2 + kind]], 1u);
   }
-  if (!__syncthreads_or(differ)) return;
+  __syncthreads();
+  const int others[2] = {tally.others(0, blocks), tally.others(1, blocks)};
+  const int mixed = (others[0] * MIXED_SHARE > blocks) | (others[1] * MIXED_SHARE > blocks) << 1;
+  if (others[0] + others[1] == 0 || blocks <= FEW_BLOCKS) return mixed;
   for (int phase = 0; phase < 2; ++phase) {
     u16* order = plan.order + phase * plan.most;
     for (int i = threadIdx.x; i < words * 4; i += threads) {
@@ -155,20 +169,23 @@ PW_INLINE void order_blocks(const Plan& plan, const u8* bits, u32* keys, int thr
     }
     __syncthreads();
   }
+  return mixed;
 }
 
-// All threads of the block. `scratch`: 4 bytes a pair and 10 an expert of shared memory, and 4.
-PW_INLINE void make_plan(const Params& p, const Plan& plan, unsigned char* scratch, int threads) {
+// All threads of the block; returns what order_blocks does. `scratch`: 4 bytes a pair and 10 an
+// expert of shared memory, and 76.
+PW_INLINE int make_plan(const Params& p, const Plan& plan, unsigned char* scratch, int threads) {
   const int pairs = p.tokens * p.top_k;
   u32* count = (u32*)scratch;
   u32* start = count + p.experts;
   u16* id = (u16*)(start + p.experts);
   u16* rank = id + pairs;
-  u8* bits = (u8*)(rank + pairs);  // by expert and kind; read early, with the ids
+  Tally* tally = (Tally*)(rank + pairs);
+  u8* bits = (u8*)(tally + 1);  // by expert and kind; read early, with the ids
   for (int e = threadIdx.x; e < p.experts; e += threads) count[e] = 0;
   for (int i = threadIdx.x; i < pairs; i += threads) id[i] = (u16)local_expert(p, i);
-  if (pairs > FEW_BLOCKS)
-    for (int i = threadIdx.x; i < 2 * p.experts; i += threads) bits[i] = (u8)p.bits[i];
+  for (int i = threadIdx.x; i < 2 * p.experts; i += threads) bits[i] = (u8)p.bits[i];
+  if (threadIdx.x < sizeof(Tally) / 4) (&tally->blocks[0][0])[threadIdx.x] = 0;
   __syncthreads();
   if (threadIdx.x < 32) {
     rank_pairs(pairs, id, rank, count, threadIdx.x);
@@ -178,7 +195,7 @@ PW_INLINE void make_plan(const Params& p, const Plan& plan, unsigned char* scrat
   for (int i = threadIdx.x; i < pairs; i += threads)
     if (id[i] != NOBODY) plan.pairs[start[id[i]] + rank[i]] = (u16)i;
   __syncthreads();
-  order_blocks(plan, bits, count, threads);  // in the place of what the pairs needed
+  return order_blocks(plan, bits, *tally, count, threads);  // keys where the pairs' counts were
 }
 
 // A unit of work is a pair of row tiles for one block of tokens: gate i and up i, or down's 2i and
@@ -187,8 +204,9 @@ struct Phase {
   int tiles, cols, units;  // row tiles of a segment, column tiles, units of a block of tokens
   int all_units;           // of all blocks
   u32 reciprocal;          // ceil(2^32 / units): units are few, so the quotient is exact
+  int log_group;           // log2 of the warps that share a unit
 };
-PW_INLINE Phase phase_of(const Params& p, int phase, int blocks) {
+PW_INLINE Phase phase_of(const Params& p, int phase, int blocks, int mixed) {
   const int gate = ceil_div(p.intermediate, 16), down = ceil_div(p.hidden, 16);
   Phase f;
   f.tiles = phase ? down : gate;
@@ -196,6 +214,7 @@ PW_INLINE Phase phase_of(const Params& p, int phase, int blocks) {
   f.units = phase ? ceil_div(down, 2) : gate;
   f.all_units = f.units * blocks;
   f.reciprocal = f.units == 1 ? 0xFFFFFFFFu : 0xFFFFFFFFu / f.units + 1;
+  f.log_group = p.log_group[mixed][phase];
   return f;
 }
 PW_INLINE int row_tile(const Phase& f, int phase, int unit, int r) {

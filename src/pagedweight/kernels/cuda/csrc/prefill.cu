@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const WidePlan plan = wide_plan(p);
   const int blocks = *plan.block_count;
   if (threadIdx.x < 2) {
-    head().phase[threadIdx.x] = phase_of(p, threadIdx.x, blocks);
+    head().phase[threadIdx.x] = phase_of(p, threadIdx.x, blocks, 0);
     head().row_groups[threadIdx.x] = ceil_div(head().phase[threadIdx.x].units, WARPS);
   }
   __syncthreads();
