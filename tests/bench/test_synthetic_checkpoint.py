@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedweight.bench.models import MODELS, model_config
-from pagedweight.bench.synthetic import main, make_checkpoint
+from pagedweight.bench.synthetic import main, make_checkpoint, spread_damage
 from pagedweight.checkpoint.names import architecture_of
 from pagedweight.checkpoint.shards import open_shards
 from pagedweight.errors import UserError
@@ -57,6 +57,30 @@ def test_the_reader_takes_it(name, tmp_path):
     assert not [n for n in names if architecture_of(small(name)).parse(n)]
     assert "model.embed_tokens.weight" in names
     assert ("lm_head.weight" in names) == (name != "gemma-4")
+
+
+def test_damage_is_spread_as_in_a_trained_model():
+    """The numbers are those measured on lab-moe (bench/synthetic.py); drawn over 48 layers."""
+    levels = (2, 3, 4, 6)
+    found = np.log(spread_damage(48, 60, levels, np.random.default_rng(1)))
+    assert found.shape == (48, 60, 2, 4)
+    assert (np.diff(found) < 0).all(), "a bit more never harms more"
+    steps = -np.diff(found).mean((0, 1, 2)) / np.diff(levels)
+    assert np.exp(steps) == pytest.approx([4.5] * 3, rel=0.02)
+    within = found - found.mean(1, keepdims=True)
+    assert within.std() == pytest.approx(1.25, abs=0.08)
+    assert found.mean((1, 3)).std() == pytest.approx(0.46, abs=0.15)
+    assert np.corrcoef(within[:, :, 0, 0].ravel(), within[:, :, 1, 0].ravel())[0, 1] > 0.95
+
+
+def test_a_seed_gives_the_same_calibration(tmp_path):
+    made = [
+        make_checkpoint(small("mixtral"), tmp_path / str(n), (2, 3, 4), "cpu", seed).calibration()
+        for n, seed in enumerate((3, 3, 4))
+    ]
+    assert np.array_equal(made[0].damage(), made[1].damage())
+    assert not np.allclose(made[0].damage(), made[2].damage())
+    assert (np.diff(made[0].damage()) < 0).all()
 
 
 def test_a_folder_in_use_is_refused(tmp_path):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from pagedweight.bench.layers import ModelShape
+from pagedweight.bench.synthetic import spread_damage
 from pagedweight.core.calibration import Calibration
 from pagedweight.core.geometry import LayerShape
 from pagedweight.core.page_table import WeightPageTable
@@ -208,9 +209,8 @@ class MovementEngine:
         self, tier: RepeatedTier, start: np.ndarray, reserve: int, granule_pages: int
     ) -> Controller:
         rng, experts = np.random.default_rng(0), tier.index.experts
-        spread = rng.lognormal(0, 2, (*tier.index.shape, 1))
         mass = np.full((tier.index.layers, experts), 1 / experts)
-        damage = spread * 4.0 ** -np.arange(len(LEVELS))
+        damage = spread_damage(tier.index.layers, experts, LEVELS, rng)
         calibration = Calibration(LEVELS, damage, mass, None, True, ())
         page = self.device.page_bytes
         context = PlanContext.of(tier.index, tier.sizes, calibration, POLICY, page)
