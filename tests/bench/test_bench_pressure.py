@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from pagedweight.bench import pressure
 from pagedweight.bench.contestants import Budget
 from pagedweight.bench.models import model_config
-from pagedweight.bench.service import serve
+from pagedweight.bench.service import Server, serve
+from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
 from pagedweight.serving.elastic.gpu_budget import memory_within
+from pagedweight.serving.plans import calibration_of
 
 VLLM = (
     "--block-size", "32", "--max-model-len", "512", "--max-num-seqs", "16", "--enforce-eager",
@@ -47,6 +50,15 @@ def test_bits_give_way_to_a_burst_and_nobody_is_lost(tiny_quantized, tmp_path, c
     assert row["kv_blocks_most"] > row["kv_blocks_start"]
     assert row["bits_back_s"] is not None
     assert row["copied_bytes"] > 0
+    damage = {int(bits): value for bits, value in written["damage_of_static"].items()}
+    assert sorted(damage) == [2, 3, 4, 5, 6]
+    assert damage[2] > damage[3] > damage[4] > damage[5] > damage[6] == 0
+    assert 0 < row["mean_damage"] < row["most_damage"] < damage[2]
+    assert row["damage_over_static5"] == pytest.approx(row["mean_damage"] / damage[5], rel=1e-2)
+    integral = row["mean_damage"] * row["measured_s"]
+    assert row["static5_if_once_in_s"] == pytest.approx(integral / damage[5], rel=1e-2)
+    assert [phase["name"] for phase in row["phases"]] == ["calm", "burst", "calm"]
+    assert sum(phase["requests"] for phase in row["phases"]) == row["requests"]
     assert row["peak"]["ttft_p50"] > 0
     assert row["all"]["itl_p99"] >= row["all"]["itl_p50"] > 0
     assert str(tmp_path) not in output.read_text()
@@ -83,6 +95,23 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
         serve(tmp_path / "nothing", tmp_path / "log", (), ()),
     ):
         raise AssertionError("came up")
+
+
+def test_a_server_that_takes_too_long_is_given_up(tmp_path):
+    server = Server([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
+    try:
+        with pytest.raises(UserError, match="did not come up in time"):
+            server.ready(0.5)
+    finally:
+        server.end()
+
+
+def test_what_fixed_bits_cost_is_what_their_timeline_says(tiny_quantized):
+    checkpoint = Checkpoint.open(tiny_quantized)
+    damage = calibration_of(checkpoint).sensitivity.sum((0, 1, 2))
+    found = pressure.damage_of_levels(tiny_quantized)
+    assert [*found] == [*checkpoint.bits]
+    assert [*found.values()] == pytest.approx((damage - damage[-1]).tolist(), rel=1e-3)
 
 
 def trial_at(folder, budget, **more):
@@ -137,7 +166,7 @@ def test_of_servers_side_by_side_one_that_fails_is_said_and_the_others_are_measu
             self.name = command[0]
             happened.append(("start", self.name))
 
-        def ready(self):
+        def ready(self, seconds):
             if self.name == "static4":
                 raise UserError("it does not come up")
             return self.name
@@ -148,21 +177,29 @@ def test_of_servers_side_by_side_one_that_fails_is_said_and_the_others_are_measu
         def end(self):
             happened.append(("end", self.name))
 
-    names = ["paged", "static4", "static3"]
+    names = ["paged", "static4", "static6", "static3"]
     monkeypatch.setattr(pressure, "Server", Server)
     monkeypatch.setattr(pressure, "command_of", lambda name, trial, number: [name])
     monkeypatch.setattr(pressure, "_ask", lambda *args: happened.append(("ask", args[1])))
-    monkeypatch.setattr(
-        pressure, "_measure", lambda *args: (happened.append(("measure", args[1])), 0)
-    )
+
+    def measure(service, name, *rest):
+        happened.append(("measure", name))
+        if name == "static6":
+            raise ConnectionRefusedError("it ended under load")
+        return [], 0
+
+    monkeypatch.setattr(pressure, "_measure", measure)
     monkeypatch.setattr(pressure, "_run_of", lambda name, *rest: name)
     trial, told = trial_at(tmp_path, Budget(1 << 20)), []
-    assert pressure.run_all(trial, names, 1, told.append, together=3) == ["paged", "static3"]
+    assert pressure.run_all(trial, names, 1, told.append, together=4) == ["paged", "static3"]
     assert told == ["paged", "static3"]
     assert happened == [
         *(("start", name) for name in names),
-        ("ask", "paged"), ("ask", "static3"), ("measure", "paged"), ("measure", "static3"),
+        *(("ask", name) for name in ("paged", "static6", "static3")),
+        *(("measure", name) for name in ("paged", "static6", "static3")),
         *(("stop", name) for name in names),
         *(("end", name) for name in reversed(names)),
     ]  # fmt: skip
-    assert "static4: it does not come up" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "static4: it does not come up" in said
+    assert "static6: it ended under load" in said

@@ -63,6 +63,13 @@ def test_phases_on_the_command_line():
     assert parse_lengths("64-192") == (64, 192)
 
 
+def test_when_the_load_rises_again():
+    phases = (Phase("calm", 2, 1), Phase("burst", 3, 1), Phase("calm", 4, 1), Phase("long", 5, 1))
+    assert Load(phases, (1, 1), (1, 1)).calm_after("burst") == 9
+    assert Load(phases[:3], (1, 1), (1, 1)).calm_after("burst") == float("inf")
+    assert Load(phases, (1, 1), (1, 1)).spans == [(0, 2), (2, 5), (5, 9), (9, 14)]
+
+
 @pytest.mark.parametrize(
     "text", ["", "burst", "burst:3", "burst:x:1", ":3:1", "a:1:1:5-3", "a:1:1:0", "a:1:1:1:1:1"]
 )

@@ -12,6 +12,7 @@ from pagedweight.bench.outcome import (
     Latency,
     back_after,
     outcome,
+    phase_rows,
     preempted_above_floor,
     time_mean,
     tokens_between,
@@ -62,6 +63,13 @@ def test_when_bits_are_back():
     assert back_after(steps((0, 6.0), (10, 5.9)), 12.0) is None  # one row of the tiny model
 
 
+def test_bits_that_fall_again_later_were_back_all_the_same():
+    twice = steps((0, 6.0), (10, 4.0), (17, 6.0), (30, 3.0), (35, 6.0))
+    assert back_after(twice, 12.0) == 23.0
+    assert back_after(twice, 12.0, until=30.0) == 5.0
+    assert back_after(twice, 12.0, until=16.0) is None
+
+
 def test_preemptions_that_bits_could_have_helped():
     found = steps(
         (0, 6.0),
@@ -93,6 +101,20 @@ def test_latencies_are_in_milliseconds_and_over_whole_answers():
         Latency.of([slow])
 
 
+def test_a_phase_has_its_own_requests_and_whatever_tokens_come_in_it():
+    answers = [answer(0.5, "calm"), answer(1.9, "calm"), answer(2.5, "burst")]
+    calm, busy, quiet = phase_rows(LOAD, answers, 150.0)
+    assert (calm.name, calm.requests, calm.tokens_per_s) == ("calm", 2, 2.0)  # 4 tokens in 2 s
+    assert (busy.name, busy.requests, busy.tokens_per_s) == ("burst", 1, 2.7)  # 8 in 3
+    assert busy.latency == Latency.of(answers[2:])
+    assert (quiet.requests, quiet.tokens_per_s, quiet.latency) == (0, 0.0, None)
+
+
+def test_gaps_are_of_tokens_when_pieces_have_several():
+    assert answer(0, "calm").gaps == pytest.approx([0.1] * 3)
+    assert answer(0, "calm", tokens=13).gaps == pytest.approx([0.025] * 3)  # 1 and 3 times 4
+
+
 def test_the_whole_row():
     answers = [
         answer(0.5, "calm"),
@@ -112,6 +134,9 @@ def test_the_whole_row():
     assert 4.0 < found.mean_bits < 5.0
     assert found.bits_back_s == pytest.approx(4.7, abs=0.05)
     assert (found.kv_blocks_start, found.kv_blocks_most, found.most_running) == (64, 164, 4)
+    assert found.measured_s == pytest.approx(8.8)
+    assert found.most_damage == max(float(f"{s.damage:.4g}") for s in samples)
+    assert [row.requests for row in found.phases] == [1, 3, 1]
 
 
 def test_an_answer_is_whole_or_says_why_not():

@@ -45,8 +45,11 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token times, seconds."""
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        """Inter-token times, seconds: between pieces, by the tokens that a piece has on average (1
+        unless the server was given a --stream-interval)."""
+        pieces = max(1, len(self.arrivals) - 1)
+        share = pieces / max(pieces, self.tokens - 1)
+        return [(b - a) * share for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 def ask_all(url: str, model: Path, asks: Sequence[Ask], temperature: float = 0.0) -> list[Answer]:

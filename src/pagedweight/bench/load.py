@@ -65,13 +65,24 @@ class Load:
     def seconds(self) -> float:
         return sum(phase.seconds for phase in self.phases)
 
+    def calm_after(self, name: str) -> float:
+        """When the phase after the one that follows the first phase `name` begins, in seconds from
+        the start of the load; infinite where nothing comes after those two."""
+        self.span(name)
+        at = [phase.name for phase in self.phases].index(name) + 2
+        return self.spans[at][0] if at < len(self.phases) else float("inf")
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """Start and end of every phase, in seconds from the start of the load."""
+        ends = np.cumsum([phase.seconds for phase in self.phases]).tolist()
+        return list(zip([0.0, *ends], ends, strict=False))
+
     def span(self, name: str) -> tuple[float, float]:
         """Start and end of the first phase `name`, in seconds from the start of the load."""
-        start = 0.0
-        for phase in self.phases:
+        for phase, span in zip(self.phases, self.spans, strict=True):
             if phase.name == name:
-                return start, start + phase.seconds
-            start += phase.seconds
+                return span
         raise UserError(f"no phase is called {name!r}: {[phase.name for phase in self.phases]}")
 
 

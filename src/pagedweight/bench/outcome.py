@@ -37,6 +37,17 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class PhaseRow:
+    """One phase of the load: requests sent in it, tokens a second that came in it (whosever), and
+    the latencies of its requests; None where it had none."""
+
+    name: str
+    requests: int
+    tokens_per_s: float
+    latency: Latency | None
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One run. Bits are means by weight of what kernels read, `mean` ones over time; what only a
     timeline says is None where there is none (vLLM's own models).
@@ -48,9 +59,13 @@ class Outcome:
     peak_tokens_per_s: generated from the start of the peak phase until its last request is
                       answered, by these seconds. peak_s: these seconds.
     peak_mean_bits:   over the same time; peak: latencies of its requests.
-    mean_damage:      predicted damage (eq. 8) against every stored bit, over time.
+    mean_damage:      predicted damage (eq. 8) against every stored bit, over time: from the first
+                      request to the last token, calm phases included.
+    measured_s:       that time. most_damage: the largest in it.
     bits_back_s:      from the moment when the last request of the peak is answered until bits are
-                      those of the start; 0 when they were so before, None when they never were.
+                      those of the start, until the phase after the next begins; 0 when they were so
+                      before, None when they never were.
+    phases:           in their order.
     """
 
     requests: int
@@ -62,6 +77,8 @@ class Outcome:
     start_bits: float | None
     peak_mean_bits: float | None
     mean_damage: float | None
+    most_damage: float | None
+    measured_s: float
     tokens_per_s: float
     peak_tokens_per_s: float
     peak_s: float
@@ -73,6 +90,7 @@ class Outcome:
     rollbacks: int | None
     all: Latency
     peak: Latency
+    phases: tuple[PhaseRow, ...]
 
 
 def time_mean(timeline: Timeline, name: str, start: float, end: float) -> float:
@@ -86,14 +104,16 @@ def time_mean(timeline: Timeline, name: str, start: float, end: float) -> float:
     return float(np.average(held, weights=np.diff(edges)))
 
 
-def back_after(timeline: Timeline, since: float) -> float | None:
-    """Seconds from the monotonic time `since` until bits are those of the start, for good.
+def back_after(timeline: Timeline, since: float, until: float = float("inf")) -> float | None:
+    """Seconds from the monotonic time `since` until bits are those of the start, and remain so
+    until `until`.
 
     "Those of the start" is `BACK` of a bit below their mean at most: which rows come back first
     depends on what was routed, and the last bytes of a budget may not fit the row that is left.
     """
     times, bits = timeline.column("monotonic"), timeline.column("bits")
-    below = np.flatnonzero(bits < bits[0] - BACK)
+    begin, bits = bits[0], bits[times < until]
+    below = np.flatnonzero(bits < begin - BACK)
     if not below.size:
         return 0.0
     if below[-1] + 1 == len(bits):
@@ -109,6 +129,18 @@ def tokens_between(answers: Sequence[Answer], start: float, end: float) -> float
             here = sum(start <= at <= end for at in answer.arrivals)
             total += here * answer.tokens / len(answer.arrivals)
     return total
+
+
+def phase_rows(load: Load, answers: Sequence[Answer], begin: float) -> tuple[PhaseRow, ...]:
+    """A row for every phase; `begin`: monotonic time at which the load started."""
+    rows = []
+    for phase, (start, end) in zip(load.phases, load.spans, strict=True):
+        own = [answer for answer in answers if start <= answer.ask.at < end]
+        whole = any(not answer.fault for answer in own)
+        came = tokens_between(answers, begin + start, begin + end) / phase.seconds
+        latency = Latency.of(own) if whole else None
+        rows.append(PhaseRow(phase.name, len(own), round(came, 1), latency))
+    return tuple(rows)
 
 
 def preempted_above_floor(timeline: Timeline) -> int:
@@ -138,19 +170,27 @@ def outcome(
         peak_s=round(peak_answered - peak_start, 2),
         all=Latency.of(answers),
         peak=Latency.of(of_peak),
-        **_of_timeline(timeline, (begin, last), (peak_start, peak_answered)),
+        measured_s=round(last - begin, 2),
+        phases=phase_rows(load, answers, begin),
+        **_of_timeline(
+            timeline, (begin, last), (peak_start, peak_answered), begin + load.calm_after(peak)
+        ),
     )
 
 
 _Span = tuple[float, float]
 _ONLY_TIMELINE = (
     "above_floor", "mean_bits", "lowest_bits", "start_bits", "peak_mean_bits", "mean_damage",
-    "bits_back_s", "kv_blocks_start", "kv_blocks_most", "most_running", "copied_bytes", "rollbacks",
+    "most_damage", "bits_back_s", "kv_blocks_start", "kv_blocks_most", "most_running",
+    "copied_bytes", "rollbacks",
 )  # fmt: skip
 
 
-def _of_timeline(timeline: Timeline | None, whole: _Span, peak: _Span) -> dict[str, Any]:
-    """Fields of `Outcome` from `whole` and `peak`, monotonic times from and to."""
+def _of_timeline(
+    timeline: Timeline | None, whole: _Span, peak: _Span, until: float
+) -> dict[str, Any]:
+    """Fields of `Outcome` from `whole` and `peak`, monotonic times from and to; `until`: when the
+    load rises again after the peak."""
     if timeline is None:
         return dict.fromkeys(_ONLY_TIMELINE)
     bits, usable = timeline.column("bits"), timeline.column("kv_usable")
@@ -161,7 +201,8 @@ def _of_timeline(timeline: Timeline | None, whole: _Span, peak: _Span) -> dict[s
         "start_bits": float(bits[0]),
         "peak_mean_bits": round(time_mean(timeline, "bits", *peak), 3),
         "mean_damage": float(f"{time_mean(timeline, 'damage', *whole):.4g}"),
-        "bits_back_s": back_after(timeline, peak[1]),
+        "most_damage": float(f"{timeline.column('damage').max():.4g}"),
+        "bits_back_s": back_after(timeline, peak[1], until),
         "kv_blocks_start": int(usable[0]),
         "kv_blocks_most": int(usable.max()),
         "most_running": int(timeline.column("running").max()),

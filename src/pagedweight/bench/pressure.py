@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +30,15 @@ from typing import Any
 
 import numpy as np
 
+from pagedweight.bench.arguments import positive_float
 from pagedweight.bench.client import Answer, ask_all, check_clock, has_tokenizer
 from pagedweight.bench.contestants import Budget, budget_of, check_name, own_flags, peer
 from pagedweight.bench.decode import PEERS
 from pagedweight.bench.load import Ask, Load, Phase, draw, parse_lengths, python_topics
 from pagedweight.bench.outcome import BACK, Outcome, outcome
-from pagedweight.bench.service import Server, Service, own_command
+from pagedweight.bench.service import START_SECONDS, Server, Service, own_command
 from pagedweight.calibrate.text import read_text, tokenize
+from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import Timeline
 from pagedweight.serving.options import parse_bytes
@@ -56,7 +58,7 @@ BARE = ("--skip-tokenizer-init", "--load-format", "dummy")
 @dataclass(frozen=True)
 class Trial:
     """What all runs have in common. policy: file for paged; vllm: flags of vLLM; trace: paged
-    writes down which rows had which bits."""
+    writes down which rows had which bits. start_seconds: what a server has to come up."""
 
     checkpoint: Path
     budget: Budget
@@ -68,6 +70,7 @@ class Trial:
     vllm: tuple[str, ...]
     folder: Path
     trace: bool = False
+    start_seconds: float = START_SECONDS
 
     def path(self, name: str, number: int, suffix: str) -> Path:
         """Where a run of the policy `name` writes."""
@@ -103,7 +106,7 @@ def run(name: str, trial: Trial, number: int = 0) -> Run:
     """Start a server, warm it up, send the load, let it settle, end it. Raises UserError."""
     server = Server(command_of(name, trial, number), trial.path(name, number, ".log"))
     try:
-        service = server.ready()
+        service = server.ready(trial.start_seconds)
         _ask(service, name, trial, trial.warm_up)
         answers, preemptions = _measure(service, name, trial, number)
     finally:
@@ -156,14 +159,19 @@ def run_together(names: Sequence[str], trial: Trial, number: int = 0) -> Iterato
         ready = {}
         for name, server in servers.items():
             try:
-                ready[name] = server.ready()
+                ready[name] = server.ready(trial.start_seconds)
                 _ask(ready[name], name, trial, trial.warm_up)
             except UserError as error:
                 ready.pop(name, None)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
         for name, service in ready.items():
-            answers, preemptions = _measure(service, name, trial, number)
-            yield _run_of(name, trial, number, service, answers, preemptions)
+            try:
+                answers, preemptions = _measure(service, name, trial, number)
+                done = _run_of(name, trial, number, service, answers, preemptions)
+            except (UserError, OSError, ValueError) as error:  # it ended, or answered nothing
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                continue
+            yield done
         for server in servers.values():
             server.stop()
 
@@ -189,11 +197,51 @@ def run_all(
     return runs
 
 
+REFERENCE = 5
+"""Bits of the fixed precision that paged's mean damage is held against."""
+
+
+def damage_of_levels(checkpoint: Path) -> dict[int, float]:
+    """Predicted damage of every stored level for all blocks: what a timeline says of a server with
+    these fixed bits, at any time."""
+    from pagedweight.core.planner import PlanContext
+    from pagedweight.core.planner.score import predict_damage
+    from pagedweight.core.policy import Policy
+    from pagedweight.core.size_table import BlockIndex, SizeTable
+    from pagedweight.serving.elastic.record import damage_at
+    from pagedweight.serving.plans import calibration_of
+
+    found = Checkpoint.open(checkpoint)
+    index = BlockIndex(len(found.moe_layers), found.shape.experts)
+    sizes = SizeTable.of(found.shape, found.bits)
+    context = PlanContext.of(index, sizes, calibration_of(found), Policy())
+    rest = predict_damage(context, None)
+    return {
+        bits: float(f"{damage_at(context, rest, np.full(index.rows, bits, np.int32)):.6g}")
+        for bits in found.bits
+    }
+
+
+def beside_reference(run: Run, damage: Mapping[int, float]) -> dict[str, float | None]:
+    """Mean damage over that of REFERENCE bits, and the seconds in which the whole load may come
+    once, all others calm at the bits of the start, for that to be 1; None where there is none."""
+    of, reference = run.outcome, damage.get(REFERENCE)
+    if run.name != "paged" or run.timeline is None or not reference or of.mean_damage is None:
+        return {}
+    start = run.timeline.samples[0].damage
+    rest = reference - start
+    every = (of.mean_damage - start) * of.measured_s / rest if rest > 0 else None
+    return {
+        f"damage_over_static{REFERENCE}": round(of.mean_damage / reference, 3),
+        f"static{REFERENCE}_if_once_in_s": None if every is None else round(every, 1),
+    }
+
+
 def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[str, Any]:
     """The result as JSON; names neither host nor folder."""
     from pagedweight.bench.record import machine
 
-    load = trial.load
+    load, damage = trial.load, damage_of_levels(trial.checkpoint)
     return {
         "question": "cost of a load that outgrows the memory, at fixed and at paged bits",
         "command": shlex.join(command),
@@ -211,9 +259,15 @@ def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[st
             "requests": len(trial.asks),
             "tokens_asked": sum(ask.output for ask in trial.asks),
         },
+        "damage_of_static": {str(bits): value for bits, value in damage.items()},
         "units": "latencies in ms, bits by weight, damage in units of sensitivity",
         "rows": [
-            {"policy": run.name, "start_s": run.start_seconds, **asdict(run.outcome)}
+            {
+                "policy": run.name,
+                "start_s": run.start_seconds,
+                **asdict(run.outcome),
+                **beside_reference(run, damage),
+            }
             for run in runs
         ],
     }
@@ -260,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--repeats", type=int, default=1)
     add("--together", type=int, default=1, help="servers to start side by side")
+    add("--start-seconds", type=positive_float, default=START_SECONDS, help="to come up in")
     add("--keep", type=Path, help="folder for timelines and logs (default: they go)")
     add("--output", type=Path, default=Path("benchmarks/results/pressure_cpu.json"))
     return parser
@@ -287,6 +342,7 @@ def trial_of(options: argparse.Namespace, vllm: Sequence[str], folder: Path) -> 
         options.policy,
         tuple(vllm),
         folder,
+        start_seconds=options.start_seconds,
     )
     for name in options.policies:
         command_of(name, trial)
