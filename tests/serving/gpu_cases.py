@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,9 @@ def inside_an_abandoned_burst_gives_everything_back(engine):
     engine.check()
 
 
-def inside_a_refused_map_is_rolled_back_and_service_goes_on(engine):
+@contextmanager
+def maps_refused(engine):
+    """Every third of the first 60 maps is refused."""
     device = engine.memory.mover.weights.device
     original, calls = device.map, [0]
 
@@ -130,13 +133,18 @@ def inside_a_refused_map_is_rolled_back_and_service_goes_on(engine):
             raise Transient("map refused by the test")
         return original(*args)
 
-    before = engine.memory.counters.rolled_back
     device.map = refusing
     try:
-        names = engine.add(prompts(96, 256, seed=4), 100)
-        done = engine.run()
+        yield
     finally:
         device.map = original
+
+
+def inside_a_refused_map_is_rolled_back_and_service_goes_on(engine):
+    before = engine.memory.counters.rolled_back
+    with maps_refused(engine):
+        names = engine.add(prompts(96, 256, seed=4), 100)
+        done = engine.run()
     assert sorted(done) == sorted(names)
     assert engine.memory.counters.rolled_back > before
     engine.settle()

@@ -5,7 +5,9 @@
 OUT: a checkpoint that `gpu_cases.py` has made. Each round serves random requests while
 rows go to random levels at every step, serves them again with the same changes one after the
 other, and compares every token; then a burst moves memory between experts and KV, half of it given
-up on the way. Retired planes and granules are poisoned. The report is written after every round.
+up on the way, and in every second round with maps refused. Retired planes and granules are
+poisoned. In the end every byte is compared with the host's. The report is written after every
+round.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import numpy as np
 import torch
 from chaos import differences, random_run, serial_run
 from elastic_engine import prompts
-from gpu_cases import SPARE, GpuEngine, state_of
+from gpu_cases import SPARE, GpuEngine, maps_refused, state_of
 
 from pagedweight.runtime.integrity import check_worker
 
@@ -43,8 +46,9 @@ def soak(path: Path, folder: Path, seconds: float, report: Path) -> int:
             off = differences(random.tokens, serial)
             engine.settle()
             names = engine.add(prompts(128, 256, seed=1000 + number), int(rng.integers(60, 251)))
-            for _ in range(int(rng.integers(20, 120))):
-                engine.step()
+            with maps_refused(engine) if number % 2 else nullcontext():
+                for _ in range(int(rng.integers(20, 120))):
+                    engine.step()
             given_up = set(rng.choice(names, len(names) // 2, replace=False).tolist())
             engine.llm.llm_engine.abort_request(sorted(given_up))
             engine.settle()
@@ -57,6 +61,8 @@ def soak(path: Path, folder: Path, seconds: float, report: Path) -> int:
             found["rows_moved_at_random"] += random.moved
             found["steps"] += 2 * random.steps
             _write(report, found, engine, begun)
+        check_worker(engine.memory, contents=True)
+        found["every_byte_compared_at_the_end"] = True
     except BaseException as error:
         found["faults"].append(f"{type(error).__name__}: {error}")
         print(state_of(engine), flush=True)

@@ -1,8 +1,10 @@
 """How long from asking for memory to usable KV blocks, and what does a running batch feel of it?
 
 For each size: KV asks for it at once while steps go on; the time runs from then to the moment when
-the scheduler may hand out the last block. Then the load is gone, and the time runs until all bits
-are back. Step times during both are held against those of the same engine while nothing moves.
+the scheduler may hand out the last block. It stays for a while, so that steps at a mixed plan are
+told from steps in which something moves. Then the load is gone, and the time runs until all bits
+are back. Step times are held against those of the same engine while nothing moves; all repeats
+count together, as one way has few steps. One engine takes all of --pages-per-step in turn.
 
     pagedweight bench movement --json benchmarks/results      on a machine with a CUDA GPU
 """
@@ -10,8 +12,9 @@ are back. Step times during both are held against those of the same engine while
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,36 @@ from pagedweight.bench.record import machine, write_record
 from pagedweight.errors import UserError
 from pagedweight.memory.cuda.driver import bindings
 from pagedweight.memory.cuda.pages import CudaPages
+from pagedweight.serving.elastic.backend import GPU_PAGES_PER_STEP
 
 QUIET_STEPS = 300
+SETTLING_STEPS, THERE_STEPS = 8, 40
+"""At lowered bits, nothing moving: what steps at a mixed plan take by themselves."""
+WAYS = ("to_kv", "there", "back")
 PATIENCE = 30.0
 GIB = 1 << 30
 
 
-def measure(engine: MovementEngine, nbytes: int) -> dict[str, Any]:
-    """One way to KV and back; ValueError when so much cannot be reached."""
+def measure(engine: MovementEngine, nbytes: int, repeats: int) -> dict[str, Any]:
+    """`repeats` times to KV, a while there, and back: medians of the times, and the times of all
+    steps together. ValueError when so much cannot be reached."""
+    runs = [_there_and_back(engine, nbytes) for _ in range(repeats + 1)][1:]  # fresh addresses
+    row: dict[str, Any] = {"bytes": nbytes, "repeats": repeats}
+    for way in ("to_kv", "back"):
+        seconds = [found[way]["seconds"] for found in runs]
+        row[f"{way}_ms"] = 1e3 * float(np.median(seconds))
+        row[f"{way}_worst_ms"] = 1e3 * max(seconds)
+        row[f"{way}_steps"] = int(np.median([found[way]["steps"] for found in runs]))
+    for way in WAYS:
+        pooled = {kind: [t for f in runs for t in f[way][kind]] for kind in ("times", "host")}
+        row |= {f"{way}_{name}": value for name, value in _spread(pooled).items()}
+    for name in ("uploaded_bytes", "compacted_bytes", "rolled_back", "reclaimed_pages"):
+        row[name] = int(np.median([found["counted"][name] for found in runs]))
+    return row
+
+
+def _there_and_back(engine: MovementEngine, nbytes: int) -> dict[str, dict[str, Any]]:
+    """Step times of each of WAYS, and what the worker counted."""
     blocks = -(-nbytes // (engine.block_bytes * engine.granule_blocks)) * engine.granule_blocks
     granules = engine.controller.granules
     goal = granules.usable_blocks + blocks
@@ -40,29 +65,30 @@ def measure(engine: MovementEngine, nbytes: int) -> dict[str, Any]:
         raise ValueError(f"{nbytes} bytes are more than KV can reach in {engine.setting.memory}")
     pending = engine.free_blocks() + blocks - POLICY.offload_blocks - 1
     before = dict(engine.worker.counters.as_dict())
-    to_kv = _until(engine, pending, lambda: granules.usable_blocks >= goal)
-    back = _until(engine, 0, engine.settled)
+    to_kv = _until(engine, lambda: pending, lambda: granules.usable_blocks >= goal)
+    # Neither pressure nor room for bits to return: the mixed plan that movement has led to.
+    between = (POLICY.offload_blocks + POLICY.reload_blocks) // 2
+    for _ in range(SETTLING_STEPS):
+        engine.step(engine.free_blocks() - between)
+    steps = iter(range(THERE_STEPS + 1))
+    there = _until(
+        engine,
+        lambda: engine.free_blocks() - between,
+        lambda: next(steps) == THERE_STEPS,
+    )
+    back = _until(engine, lambda: 0, engine.settled)
     counted = engine.worker.counters.as_dict()
-    return {
-        "bytes": nbytes,
-        "to_kv_ms": 1e3 * to_kv["seconds"],
-        "to_kv_steps": to_kv["steps"],
-        "back_ms": 1e3 * back["seconds"],
-        "back_steps": back["steps"],
-        **{f"to_kv_{name}": value for name, value in _spread(to_kv).items()},
-        **{f"back_{name}": value for name, value in _spread(back).items()},
-        **{
-            name: counted[name] - before[name]
-            for name in ("uploaded_bytes", "compacted_bytes", "rolled_back", "reclaimed_pages")
-        },
-    }
+    moved = {name: counted[name] - before[name] for name in before}
+    return {"to_kv": to_kv, "there": there, "back": back, "counted": moved}
 
 
-def _until(engine: MovementEngine, pending: int, reached: Any) -> dict[str, Any]:
+def _until(
+    engine: MovementEngine, pending: Callable[[], int], reached: Callable[[], bool]
+) -> dict[str, Any]:
     start = last = time.perf_counter()
     first, times = len(engine.host_seconds), []
     while not reached():
-        now = engine.step(pending)
+        now = engine.step(pending())
         times.append(now - last)
         last = now
         if now - start > PATIENCE:
@@ -127,34 +153,41 @@ def show(row: dict[str, Any], still: dict[str, float]) -> str:
         names = [f"{of}step_{name}_ms" for name in ("p50", "p99", "max")]
         return "/".join(f"{numbers[name]:.2f}" for name in names)
 
+    ways = ", ".join(f"{steps(f'{way}_', row)} {way}" for way in WAYS)
     return (
-        f"{row['bytes'] / GIB:5.2f} GiB  to KV {row['to_kv_ms']:8.1f} ms in "
-        f"{row['to_kv_steps']:3d} steps, back {row['back_ms']:8.1f} ms in {row['back_steps']:4d}; "
-        f"{row['rolled_back']} refused\n"
-        f"   step p50/p99/max ms: {steps('to_kv_', row)} to KV, {steps('back_', row)} back, "
-        f"{steps('', still)} still; host at most {row['to_kv_host_max_ms']:.2f}, "
-        f"{row['back_host_max_ms']:.2f} ms"
+        f"{row['bytes'] / GIB:5.2f} GiB  to KV {row['to_kv_ms']:8.1f} ms "
+        f"({row['to_kv_worst_ms']:.1f} at most) in {row['to_kv_steps']:3d} steps, back "
+        f"{row['back_ms']:8.1f} ms in {row['back_steps']:4d}; {row['rolled_back']} refused\n"
+        f"   step p50/p99/max ms: {ways}, {steps('', still)} still; "
+        f"host at most {row['to_kv_host_max_ms']:.2f}, {row['back_host_max_ms']:.2f} ms"
     )
 
 
-def run(setting: Setting, sizes: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each of `sizes` (GiB), with the step times of the same engine at rest."""
+def run(
+    setting: Setting,
+    sizes: Sequence[float],
+    most_pages: Sequence[int],
+    repeats: int,
+    told: Callable[[dict[str, Any]], None],
+) -> None:
+    """A row for each of `most_pages` (a step; 0: any number) and `sizes` (GiB), with the step times
+    of the same engine at rest; `told` hears of each."""
     engine = MovementEngine(setting)
-    most = setting.pages_per_step or "any number"
     print(
-        f"pages of {setting.page_bytes >> 20} MiB, {most} a step: "
+        f"pages of {setting.page_bytes >> 20} MiB: "
         f"{engine.usable_granules} granules at start, {engine.granules} reachable",
         flush=True,
     )
-    still, rows = quiet(engine), []
-    for gib in sizes:
-        measure(engine, int(gib * GIB))  # the first time touches fresh addresses
-        row = measure(engine, int(gib * GIB))
-        print(show(row, still), flush=True)
-        about = {"page_bytes": setting.page_bytes, "pages_per_step": setting.pages_per_step}
-        rows.append({**about, **row, **{f"still_{name}": value for name, value in still.items()}})
+    for most in most_pages:
+        engine.worker.pages_per_step = most or None
+        print(f"{most or 'any number of'} pages a step", flush=True)
+        still = quiet(engine)
+        for gib in sizes:
+            row = measure(engine, int(gib * GIB), repeats)
+            print(show(row, still), flush=True)
+            about = {"page_bytes": setting.page_bytes, "pages_per_step": most or None}
+            told({**about, **row, **{f"still_{name}": value for name, value in still.items()}})
     engine.close()
-    return rows
 
 
 def costs() -> list[dict[str, Any]]:
@@ -176,29 +209,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("--batch", positive, Setting.batch, "tokens in a step"),
         ("--reserve-rows", positive, Setting.reserve_rows, "rows that the reserve can lower"),
         ("--rows-per-batch", positive, Setting.rows_per_batch, "rows moved together"),
-        ("--pages-per-step", int, Setting.pages_per_step, "most pages a step; 0: no limit"),
+        ("--repeats", positive, 8, "of each size, after one that is not counted"),
     ):
         parser.add_argument(name, type=kind, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen1.5-moe", help="whose")
-    parser.add_argument(
-        "--gib",
-        type=positive_float,
-        nargs="+",
-        default=[0.25, 1.0, 4.0],
-        help="what KV asks for at once (%(default)s)",
-    )
-    parser.add_argument(
-        "--page-mib",
-        type=positive,
-        nargs="+",
-        default=[2, 8, 16],
-        help="sizes of a page (%(default)s)",
-    )
+    for name, each, several, meaning in (
+        ("--gib", positive_float, [0.25, 1.0, 4.0], "what KV asks for at once"),
+        ("--page-mib", positive, [16], "sizes of a page"),
+        ("--pages-per-step", int, [GPU_PAGES_PER_STEP], "most pages a step; 0: no limit"),
+    ):
+        shown = f"{meaning} (%(default)s)"
+        parser.add_argument(name, type=each, nargs="+", default=several, help=shown)
     parser.add_argument("--json", type=Path, help="folder to write movement.json into")
+    parser.add_argument("--add", action="store_true", help="keep the rows that are there already")
     asked = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise UserError("bench movement moves a GPU's memory and needs one")
-    rows = []
+    record: dict[str, Any] = {
+        "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
+        "shape": asked.shape,
+        "memory_bytes": int(asked.memory_gib * GIB),
+        "batch": asked.batch,
+        "reserve_rows": asked.reserve_rows,
+        "rows": [],
+        "driver": costs(),
+    }
+    path = asked.json / "movement.json" if asked.json else None
+    if path and asked.add and path.exists():
+        record["rows"] = json.loads(path.read_text())["rows"]
+
+    def told(row: dict[str, Any]) -> None:
+        """Written as they come: a long measurement may be cut short."""
+        record["rows"].append({**row, "rows_per_batch": asked.rows_per_batch})
+        if path:
+            write_record(path, record)
+
     for mib in asked.page_mib:
         setting = Setting(
             SHAPES[asked.shape],
@@ -207,22 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows_per_batch=asked.rows_per_batch,
             batch=asked.batch,
             page_bytes=mib << 20,
-            pages_per_step=asked.pages_per_step or None,
         )
-        rows += run(setting, asked.gib)
-    driver = costs()
-    if asked.json:
-        record = {
-            "machine": {**machine(), "gpu": torch.cuda.get_device_name()},
-            "shape": asked.shape,
-            "memory_bytes": int(asked.memory_gib * GIB),
-            "batch": asked.batch,
-            "reserve_rows": asked.reserve_rows,
-            "rows_per_batch": asked.rows_per_batch,
-            "rows": rows,
-            "driver": driver,
-        }
-        write_record(asked.json / "movement.json", record)
+        run(setting, asked.gib, asked.pages_per_step, asked.repeats, told)
 
 
 if __name__ == "__main__":
