@@ -6,6 +6,7 @@ The choice depends on shapes alone, and so does the order of additions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
@@ -124,6 +125,7 @@ def plan_bytes(pairs: int, experts: int) -> int:
     return pairs_at(pairs, experts) + pairs * 2
 
 
+@lru_cache
 def most_pairs(experts: int) -> int:
     """Routed (token, choice) pairs of one launch of decode: each thread block keeps their plan."""
     room = GROUP_PLAN - GroupBuild(GROUP_WARPS[0], 1).head
