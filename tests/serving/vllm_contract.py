@@ -33,6 +33,8 @@ _QUANT = "vllm/model_executor/layers/quantization"
 CONTRACT = (
     Uses("vllm/plugins/__init__.py", "load_general_plugins"),
     Uses("vllm/logger.py", "init_logger", ("name",)),
+    Uses("vllm/config/vllm.py", "VllmConfig.compute_hash"),
+    Uses("vllm/config/vllm.py", "VllmConfig.additional_config"),
     Uses(f"{_QUANT}/__init__.py", "register_quantization_config", ("quantization",)),
     Uses(f"{_QUANT}/__init__.py", "QUANTIZATION_METHODS"),
     Uses("vllm/platforms/interface.py", "Platform.device_name"),

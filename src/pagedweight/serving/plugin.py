@@ -23,7 +23,9 @@ def register() -> None:
     check_version(vllm_version())
     # Importing the module registers the class; a second import does nothing.
     from pagedweight.serving import quant_config  # noqa: F401
+    from pagedweight.serving.compile_key import leave_options_out
 
+    leave_options_out()
     announce()
 
 
