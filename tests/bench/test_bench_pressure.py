@@ -13,6 +13,7 @@ from pagedweight.bench.models import model_config
 from pagedweight.bench.service import Server, serve
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
+from pagedweight.runtime.timeline import Timeline
 from pagedweight.serving.elastic.gpu_budget import memory_within
 from pagedweight.serving.plans import calibration_of
 
@@ -63,7 +64,13 @@ def test_bits_give_way_to_a_burst_and_nobody_is_lost(tiny_quantized, tmp_path, c
     assert row["all"]["itl_p99"] >= row["all"]["itl_p50"] > 0
     assert str(tmp_path) not in output.read_text()
     assert "paged" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"paged-0.log", "paged-0.jsonl"}
+    kept = tmp_path / "kept"
+    names = {"paged-0.log", "paged-0.jsonl", "paged-0.load.jsonl"}
+    assert {path.name for path in kept.iterdir()} == names
+    whole, part = (Timeline.load(kept / f"paged-0{end}.jsonl") for end in ("", ".load"))
+    assert 0 < len(part.samples) < len(whole.samples)
+    assert part.samples[-1] == whole.samples[-1]
+    assert part.samples[0].running == 0, "the warm-up is no part of it"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from pagedweight.bench.service import START_SECONDS, Server, Service, own_comman
 from pagedweight.calibrate.text import read_text, tokenize
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
-from pagedweight.runtime.timeline import Timeline
+from pagedweight.runtime.timeline import Timeline, TimelineWriter
 from pagedweight.serving.options import parse_bytes
 
 PHASES = ("calm:6:1", "burst:6:16", "calm:10:1")
@@ -144,7 +144,21 @@ def _run_of(
 ) -> Run:
     timeline = None if name in PEERS else Timeline.load(trial.path(name, number, ".jsonl"))
     found = outcome(trial.load, trial.peak, answers, timeline, preemptions)
+    if timeline is not None:
+        begin = answers[0].sent - answers[0].ask.at
+        write_from(timeline, begin, trial.path(name, number, ".load.jsonl"))
     return Run(name, round(service.start_seconds, 1), found, tuple(answers), timeline)
+
+
+def write_from(timeline: Timeline, begin: float, path: Path) -> None:
+    """A timeline of the load alone, for pictures: what the server did since the monotonic time
+    `begin`, and how it stood before. Its own file begins with the warm-up, long before where
+    other servers were measured in between."""
+    before = int(np.searchsorted(timeline.column("monotonic"), begin, side="right")) - 1
+    writer = TimelineWriter(path, timeline.header)
+    for sample in timeline.samples[max(0, before) :]:
+        writer.write(sample)
+    writer.close()
 
 
 def run_together(names: Sequence[str], trial: Trial, number: int = 0) -> Iterator[Run]:
@@ -156,6 +170,7 @@ def run_together(names: Sequence[str], trial: Trial, number: int = 0) -> Iterato
             log = trial.path(name, number, ".log")
             servers[name] = Server(command_of(name, trial, number), log)
             stack.callback(servers[name].end)
+        stack.callback(_stop_all, [*servers.values()])  # first, so that they end side by side
         ready = {}
         for name, server in servers.items():
             try:
@@ -172,8 +187,11 @@ def run_together(names: Sequence[str], trial: Trial, number: int = 0) -> Iterato
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
             yield done
-        for server in servers.values():
-            server.stop()
+
+
+def _stop_all(servers: Sequence[Server]) -> None:
+    for server in servers:
+        server.stop()
 
 
 def run_all(
