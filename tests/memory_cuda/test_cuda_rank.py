@@ -18,13 +18,17 @@ from pagedweight.runtime.messages import Batch, Stage, StepPlan
 EXPERTS, LAYERS, TOKENS = 16, 3, 2
 
 
-@pytest.fixture
-def kernel(device):
+def prepared_kernel(device):
     from pagedweight.kernels.cuda.kernel import CudaKernel
 
     made = CudaKernel()
     made.prepare(device.torch_device, torch.bfloat16, torch.bfloat16, EXPERTS)
     return made
+
+
+@pytest.fixture
+def kernel(device):
+    return prepared_kernel(device)
 
 
 class Model:
@@ -114,11 +118,13 @@ def test_retired_planes_are_poison_and_their_pages_serve_kv(device):
     assert rank.worker.kv.tensor().eq(0).all()
 
 
-def test_random_transitions_under_running_steps(device, kernel):
+def random_steps(device, kernel, more):
+    """Random transitions under running steps while `more(number)`; then every step's output is
+    compared and every byte. Returns the worker's counters."""
     rank = gpu_rank(device)
     model, expected = model_of(kernel, rank)
-    driver, outputs = Driver(rank, 3), []
-    for number in range(400):
+    driver, outputs, number = Driver(rank, 3), [], 0
+    while more(number):
         rank.worker.apply(driver.plan())
         chosen = driver.rng.choice(EXPERTS, 2, replace=False).tolist()
         bits, layer = rank.table.committed_bits.copy(), number % LAYERS
@@ -129,18 +135,23 @@ def test_random_transitions_under_running_steps(device, kernel):
         outputs.append((number, layer, chosen, bits, model.out.clone()))
         if number % 100 == 99:
             check_worker(rank.worker)
+        number += 1
     bad = [
         number
         for number, layer, chosen, bits, out in outputs
         if wrong(out, expected.output(layer, bits, chosen))
     ]
     assert not bad, f"steps {bad[:8]} computed with other planes than were committed"
-    counted = rank.worker.counters
-    assert min(counted.rows_lowered, counted.rows_raised, counted.granules_grown) > 100
-    assert counted.rolled_back == 0
+    assert rank.worker.counters.rolled_back == 0
     torch.cuda.synchronize()
     rank.worker.apply(StepPlan(driver.step + 1))
     check_worker(rank.worker, contents=True)
+    return rank.worker.counters
+
+
+def test_random_transitions_under_running_steps(device, kernel):
+    counted = random_steps(device, kernel, lambda number: number < 400)
+    assert min(counted.rows_lowered, counted.rows_raised, counted.granules_grown) > 100
 
 
 def test_a_graph_captured_at_six_bits_computes_at_three_after_a_commit(device, kernel):

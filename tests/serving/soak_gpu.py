@@ -34,28 +34,34 @@ def soak(path: Path, folder: Path, seconds: float, report: Path) -> int:
     rng = np.random.default_rng(0)
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "rounds": 0, "faults": []}
     found |= {"requests": 0, "lost": 0, "wrong": 0, "rows_moved_at_random": 0, "steps": 0}
+    found["preempted_while_compared"] = 0  # batches differ then, and with them the last bit
     begun = time.perf_counter()
     try:
         while time.perf_counter() - begun < seconds:
             number = found["rounds"]
             asked = prompts(int(rng.integers(4, 33)), int(rng.integers(16, 129)), seed=number)
-            length = int(rng.integers(100, 301))
+            length, preempted = int(rng.integers(100, 301)), engine.control.preemptions
             random = random_run(engine, asked, length, seed=number, rows=int(rng.integers(8, 257)))
             engine.settle()
             serial = serial_run(engine, asked, length, random.trace, SPARE)
             off = differences(random.tokens, serial)
+            found["preempted_while_compared"] += engine.control.preemptions - preempted
             engine.settle()
-            names = engine.add(prompts(128, 256, seed=1000 + number), int(rng.integers(60, 251)))
+            more = int(rng.integers(60, 251))
+            names, done = engine.add(prompts(128, 256, seed=1000 + number), more), {}
             with maps_refused(engine) if number % 2 else nullcontext():
                 for _ in range(int(rng.integers(20, 120))):
-                    engine.step()
+                    done |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
             given_up = set(rng.choice(names, len(names) // 2, replace=False).tolist())
             engine.llm.llm_engine.abort_request(sorted(given_up))
+            done |= engine.run()
+            kept = [len(done.get(name, ())) for name in names if name not in given_up]
             engine.settle()
             check_worker(engine.memory, contents=number % 4 == 0)
             found["rounds"] += 1
             found["requests"] += 2 * len(asked) + len(names)
             found["lost"] += sum(len(t) != length for t in (*random.tokens, *serial))
+            found["lost"] += sum(tokens != more for tokens in kept)
             found["wrong"] += len(off)
             found["faults"] += off
             found["rows_moved_at_random"] += random.moved
