@@ -1,33 +1,84 @@
 #!/usr/bin/env bash
-# Elastic memory on a GPU of 141 GB (one H200: about fifteen minutes): tests, movement, pressure, soak.
-# usage: benchmarks/gpu_memory.sh [RESULTS [SCRATCH]]     SCRATCH takes 20 GB; a tmpfs saves a minute
-set -euo pipefail
+# Elastic memory on a GPU of 141 GB (one H200: about twenty minutes). Parts may be named one by one, each of use alone and with a
+# bound on its time; without names all run, in this order. A part that fails or runs out of time is said, and the next one begins.
+#
+#   prepare       random weights in the shape of Qwen1.5-MoE, whole and with four layers              25 s, 90 at most
+#   movement      pages a step and rows a batch, one engine each                                      70 s, 120
+#   pressure24    paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB; picture                         300 s, 420
+#   pressure16    the same within 16 GiB (6 bits do not fit)                                         170 s, 300
+#   pressure32    paged and bf16 within 32 GiB                                                       130 s, 260
+#   tests         the device, a rank, the engine under both runners; compute-sanitizer             250 s, 500
+#   soak          random transitions for 300 s                                                       330 s, 420
+#
+# tests and soak time nothing: they may run side by side. The parts with figures want the machine to themselves.
+# usage: benchmarks/gpu_memory.sh RESULTS SCRATCH [PART...]     SCRATCH takes 16 GB; a tmpfs saves a minute
+set -uo pipefail
 results=${1:-benchmarks/results} scratch=${2:-/dev/shm/pagedweight}
-model=$scratch/qwen1.5-moe/pagedweight small=$scratch/four-layers
-mkdir -p "$scratch/soak"
-printf '{"format": "pagedweight-policy", "format_version": 1, "offload_blocks": 32, "reload_blocks": 256, "dwell_steps": 64}' \
-  > "$scratch/policy.json"
+shift $(($# < 2 ? $# : 2))
+model=$scratch/qwen1.5-moe/pagedweight small=$scratch/four-layers logs=$scratch/logs failed=()
+mkdir -p "$results" "$scratch/soak" "$logs" "$(dirname "$model")"
+# Bits return when 256 blocks stay free for 64 steps, and never go below the bytes of 3 bits.
+printf '{"format": "pagedweight-policy", "format_version": 1, "offload_blocks": 32, "reload_blocks": 256, "dwell_steps": 64,
+  "allow_emergency": false}' > "$scratch/policy.json"
 
-python -m pytest -q tests/memory_cuda tests/serving/test_elastic_gpu.py
-compute-sanitizer --tool memcheck --error-exitcode 9 python -m pytest -q -x tests/memory_cuda/test_cuda_rank.py
-python -m pagedweight.bench.movement --page-mib 16 --pages-per-step 24 --json "$results"
+bounded() { # SECONDS NAME COMMAND...: what it says goes to a log of that name; its last lines are shown
+  local seconds=$1 name=$2 begun=$SECONDS
+  shift 2
+  timeout --signal=TERM --kill-after=70 "$seconds" "$@" > "$logs/$name.log" 2>&1
+  local code=$?
+  tail -n 12 "$logs/$name.log" | cut -c -400
+  echo "== $name: $((SECONDS - begun)) s, exit $code"
+  [ $code -eq 0 ] || failed+=("$name")
+}
 
-[ -e "$model/pagedweight.json" ] || python -m pagedweight.bench.synthetic qwen1.5-moe "$model"
+prepare() {
+  [ -e "$model/pagedweight.json" ] || bounded 90 prepare python -m pagedweight.bench.synthetic qwen1.5-moe "$model"
+  [ -e "$small/pagedweight.json" ] || bounded 60 prepare-small python tests/serving/gpu_cases.py "$small"
+}
+
+movement() {
+  local json=(--json "$results" --repeats 8)
+  bounded 80 movement python -m pagedweight.bench.movement "${json[@]}" --pages-per-step 24 20 16 12
+  bounded 45 movement-256 python -m pagedweight.bench.movement "${json[@]}" --pages-per-step 16 --gib 1 4 --rows-per-batch 256 --add
+}
+
 flags=(--max-model-len 4096 --max-num-seqs 256 --max-num-batched-tokens 4096 --stream-interval 4
   --compilation-config '{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]}')
-pressure() { # GIB TOGETHER POLICY...
-  local gib=$1 together=$2
-  shift 2
+pressure() { # GIB BOUND PHASES POLICY...
+  local gib=$1 bound=$2 phases=$3 kept=$scratch/pressure$1
+  shift 3
   # The reserve: graphs 0.5, activations 0.6, scratch 0.2, the driver's context 0.5 GiB, and some to spare.
-  python -m pagedweight.bench.pressure "$model" --gpu-memory "${gib}GiB" --gpu-reserve 2560MiB --together "$together" --policies "$@" \
-    --policy "$scratch/policy.json" --phases calm:20:6 burst:8:70 calm:30:6 long:10:8:1536-2048:64-128 calm:10:6 \
-    --prompt-tokens 128-512 --output-tokens 128-384 --keep "$scratch/pressure$gib" --output "$results/pressure_gpu_$gib.json" -- "${flags[@]}"
-  python -m pagedweight.cli.main plot "$scratch/pressure$gib"/paged-0.jsonl "$scratch/pressure$gib"/static*-0.jsonl \
-    -o "$results/pressure_gpu_$gib.png"
+  # shellcheck disable=SC2086
+  bounded "$bound" "pressure$gib" python -m pagedweight.bench.pressure "$model" --gpu-memory "${gib}GiB" --gpu-reserve 2560MiB \
+    --together $# --start-seconds 150 --policies "$@" --policy "$scratch/policy.json" --phases $phases \
+    --prompt-tokens 192-512 --output-tokens 256-512 --keep "$kept" --output "$results/pressure_gpu_$gib.json" -- "${flags[@]}"
+  [ ! -e "$kept/paged-0.load.jsonl" ] || bounded 30 "plot$gib" python -m pagedweight.cli.main plot \
+    "$kept"/paged-0.load.jsonl "$kept"/static*-0.load.jsonl -o "$results/pressure_gpu_$gib.png"
 }
-pressure 24 5 paged static6 static4 static3 marlin_int4
-pressure 16 5 paged static6 static4 static3 marlin_int4
-pressure 32 2 paged bf16
+pressure24() { pressure 24 400 "calm:4:5 burst:14:22 calm:11:5 long:5:8:1536-2048:192-320 calm:4:5" paged static3 static6 static4 marlin_int4; }
+pressure16() { pressure 16 280 "calm:2:2 burst:10:12 calm:7:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 static4 marlin_int4 static6; }
+pressure32() { pressure 32 240 "calm:2:5 burst:7:30 calm:6:5" paged bf16; }
 
-[ -d "$small" ] || python tests/serving/gpu_cases.py "$small"
-python tests/serving/soak_gpu.py "$small" "$scratch/soak" 300 "$results/soak_gpu.json"
+tests() {
+  # The first compares what the driver reports free: nothing else may start or end on the GPU meanwhile.
+  bounded 60 tests-device python -m pytest -q tests/memory_cuda/test_cuda_device.py tests/memory_cuda/test_cuda_signals.py
+  bounded 120 tests-rank python -m pytest -q tests/memory_cuda/test_cuda_rank.py
+  bounded 90 sanitizer compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+    python tests/memory_cuda/small_moves.py 25
+  bounded 300 tests-engine python -m pytest -q tests/serving/test_elastic_gpu.py
+}
+
+soak() { bounded 420 soak python tests/serving/soak_gpu.py "$small" "$scratch/soak" 300 "$results/soak_gpu.json"; }
+
+pack() { # logs, and timelines of the loads alone
+  for gib in 16 24 32; do
+    [ ! -d "$scratch/pressure$gib" ] ||
+      tar -czf "$results/pressure_gpu_$gib.tar.gz" -C "$scratch/pressure$gib" --exclude='*-[0-9].jsonl' .
+  done
+  tar -czf "$results/logs.tar.gz" -C "$logs" .
+}
+trap pack EXIT
+
+[ $# -gt 0 ] || set -- prepare movement pressure24 pressure16 pressure32 tests soak
+for part in "$@"; do "$part"; done
+[ ${#failed[@]} -eq 0 ] || { echo "not all went well: ${failed[*]}" && exit 1; }
