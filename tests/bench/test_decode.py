@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def test_bytes_of_a_plan_are_those_of_its_blocks():
 
 def _options(**changes) -> argparse.Namespace:
     given = {"model": "qwen1.5-moe", "layers": None, "batch": [1, 4], "sequence": 2048}
-    given |= {"batched_tokens": 8192, "new_tokens": 128, "repeats": 2}
+    given |= {"batched_tokens": 8192, "new_tokens": 128, "repeats": 2, "attention": None}
     return argparse.Namespace(**given | changes)
 
 
@@ -64,6 +65,14 @@ def test_each_engine_finds_its_own_plan(tmp_path):
         assert (stored == decode.engine_plan(name, 2, SHAPE)).all()
         assert row["expert_gb"] == round(decode.plan_bytes(stored, SHAPE) / 1e9, 3)
         assert sum(row["blocks_at_bits"].values()) == stored.size
+
+
+def test_an_attention_backend_is_for_every_engine_and_said_in_its_rows(tmp_path):
+    config, options = model_config("gemma-4", 6), _options(layers=6, attention="TRITON_ATTN")
+    for name in ("bf16", "mix4"):
+        given = decode.arguments(tmp_path, name, options, config)
+        assert given["attention_config"] == {"backend": "TRITON_ATTN"}
+        assert decode.describe(tmp_path, name, options, config)["attention"] == "TRITON_ATTN"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,6 +108,34 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         main(["bench", "decode"])
     assert ended.value.code == 2
     assert "needs one" in capsys.readouterr().err
+
+
+def test_rows_are_written_as_they_come_and_engines_ended_with_the_last(tmp_path, monkeypatch):
+    """An engine that stops in the middle has told what it had; nothing it started stays."""
+    options = _options(engine=["4", "mix4"], layers=2, limit=20.0, together=2, json=tmp_path)
+    options.add = False
+    monkeypatch.setattr(decode, "about_machine", lambda: {"gpu": "a"})
+    monkeypatch.setattr(decode, "prepare", lambda *_: None)
+    monkeypatch.setattr(decode, "import_once", lambda: None)
+    monkeypatch.setattr(decode.Engine.__init__, "__defaults__", (_two_rows_and_no_more,))
+    seen = []
+    write = decode.write
+    monkeypatch.setattr(decode, "write", lambda *a: (seen.append(len(a[1])), write(*a)))
+    decode.measure(tmp_path, options)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    rows = json.loads((tmp_path / decode.RESULT).read_text())["rows"]
+    assert [row.get("batch") for row in rows] == [1, 4, None] * 2
+    assert [row["engine"] for row in rows] == ["4"] * 3 + ["mix4"] * 3
+    assert rows[2]["failed"] == rows[5]["failed"] == "it broke"
+
+
+def _two_rows_and_no_more(job, connection):
+    os.setsid()
+    connection.send(("started", 0.1))
+    connection.recv()
+    for batch in job.batches:
+        connection.send({"batch": batch})
+    connection.send("Traceback\nit broke\n")
 
 
 def _measured(tmp_path, machine):

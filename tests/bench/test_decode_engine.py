@@ -36,10 +36,13 @@ def test_an_engine_beside_one_that_cannot_start(tmp_path):
         if name != "broken":  # that one finds no plan
             shape = (len(made.moe_layers), made.shape.experts, 2)
             save_plan(tmp_path / name / PLAN, np.full(shape, int(name)))
-    found = dict(run_together(jobs, 240.0))
-    assert [row["batch"] for row in found["3"]] == [1, 2]
-    for row in found["3"]:
+    came = run_together(jobs, 240.0)
+    for batch in (1, 2):
+        name, row = next(came)
+        assert (name, row["batch"]) == ("3", batch)
         assert row["tokens_s"] > 0
         assert row["timed_steps"] >= 10
         assert row["start_s"] > 0
-    assert list(found["broken"][0]) == ["failed"]
+    ((name, row),) = came
+    assert name == "broken"
+    assert list(row) == ["failed"]

@@ -6,6 +6,8 @@ prompt of random tokens that brings the sequence to `--sequence`. Everything but
 is bfloat16 and the same random numbers in all of them.
 
     pagedweight bench decode [--model qwen1.5-moe] [--engine bf16 4 mix4] [--json DIR]
+
+Each row is written as it is measured.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,6 +128,8 @@ def arguments(folder: Path, name: str, options: argparse.Namespace, config: dict
         "disable_log_stats": True,
         "seed": 0,
     }
+    if options.attention:
+        found["attention_config"] = {"backend": options.attention}
     if name not in PEERS:
         # One name for all plans, each in its engine's directory: these options are part of the key
         # of vLLM's cache of compiled graphs, and the graph is the same at any bits.
@@ -154,13 +159,19 @@ class Engine:
             raise RuntimeError(found.strip().splitlines()[-1])
         return found
 
+    def answers(self, limit: float) -> Iterator[Any]:
+        """All that it sends until it says that this was all; each as `answer`."""
+        while (found := self.answer(limit)) is not None:
+            yield found
+
     def go(self) -> None:
         """Let a started engine be timed."""
         self._connection.send("go")
 
-    def end(self) -> None:
+    def end(self, patience: float = 10) -> None:
+        """Let it end by itself for some seconds, then kill what is left of it."""
         self._connection.close()
-        self._process.join(10)
+        self._process.join(patience)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
@@ -172,10 +183,10 @@ def import_once() -> None:
     forkserver.ensure_running()
 
 
-def run_together(jobs: Mapping[str, Job], limit: float) -> Iterator[tuple[str, list[dict]]]:
+def run_together(jobs: Mapping[str, Job], limit: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Start engines side by side, then time one after the other while the rest stand still.
 
-    By name, an engine's rows; of one that fails, a row that says why.
+    Each row as it comes, with its engine's name; of an engine that fails, a last row that says why.
     """
     engines = {name: Engine(job) for name, job in jobs.items()}
     failed: dict[str, str] = {}
@@ -190,16 +201,16 @@ def run_together(jobs: Mapping[str, Job], limit: float) -> Iterator[tuple[str, l
             if name not in failed:
                 try:
                     engine.go()
-                    rows = engine.answer(limit)
-                    yield name, [{**row, "start_s": round(seconds[name], 1)} for row in rows]
+                    for row in engine.answers(limit):
+                        yield name, {**row, "start_s": round(seconds[name], 1)}
                 except (RuntimeError, OSError) as error:
                     failed[name] = str(error)
             if name in failed:
-                yield name, [{"failed": failed[name]}]
+                yield name, {"failed": failed[name]}
             engine.end()
     finally:
         for engine in engines.values():
-            engine.end()
+            engine.end(patience=1)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -212,10 +223,9 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         names = options.engine[first : first + options.together]
         about = {name: describe(folder, name, options, config) for name in names}
         jobs = {name: job_of(folder, name, options, config) for name in names}
-        for name, found in run_together(jobs, options.limit):
-            rows += [{**about[name], **row} for row in found]
-            for row in rows[-len(found) :]:
-                print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        for name, row in run_together(jobs, options.limit):
+            rows.append({**about[name], **row})
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
             if options.json:
                 write(options.json, rows)
     return rows
@@ -242,6 +252,8 @@ def describe(
     layers, shape = len(facts.moe_layers), facts.shape
     row: dict[str, Any] = {"model": options.model, "layers": config["num_hidden_layers"]}
     row |= {"engine": name, "sequence": options.sequence, "new_tokens": options.new_tokens}
+    row |= {"transformers": version("transformers")}
+    row |= {"attention": options.attention} if options.attention else {}
     (folder / "engines" / name).mkdir(parents=True, exist_ok=True)
     if name in PEERS:
         weights = 3 * layers * shape.experts * shape.hidden * shape.intermediate
@@ -319,7 +331,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens sampled")
     parser.add_argument("--batched-tokens", type=positive, default=8192, help="most in a step")
     parser.add_argument("--repeats", type=positive, default=2, help="of each measurement")
-    parser.add_argument("--limit", type=positive_float, default=600, help="seconds for an engine")
+    parser.add_argument(
+        "--limit", type=positive_float, default=600, help="seconds for a start, and for a row"
+    )
+    parser.add_argument(
+        "--attention",
+        help="vLLM's attention backend, by its name; default: vLLM's choice. Gemma 4 on Hopper "
+        "needs TRITON_ATTN where CUTLASS DSL is not installed",
+    )
     parser.add_argument(
         "--together", type=positive, default=1, help="engines to start side by side"
     )
@@ -328,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--add", action="store_true", help="keep other rows of that file")
     options = parser.parse_args(argv)
     gpu_name()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # and its engines
     if options.folder:
         measure(options.folder, options)
         return

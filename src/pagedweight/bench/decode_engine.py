@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,8 +34,9 @@ class Job:
     repeats: int
 
 
-Find = Callable[[Any, Job], Any]
-"""What is done with a started engine; its result is sent to the process that asked."""
+Find = Callable[[Any, Job], Iterator[Any]]
+"""What is done with a started engine; each thing found is sent to the process that asked at once:
+an engine that is ended in the middle has told what it had."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Step:
 
 def serve(job: Job, connection: Connection, find: Find | None = None) -> None:
     """Start the engine, say ("started", seconds), wait for a word, and send what `find` finds with
-    it (None: the rows of `measure`).
+    it (None: the rows of `measure`), one thing at a time, and None after the last.
 
     Whatever goes wrong is sent as text. In a process group of its own, so that the engine's own
     processes can be ended with it; in `job.directory`, where relative paths of its options start.
@@ -62,7 +63,9 @@ def serve(job: Job, connection: Connection, find: Find | None = None) -> None:
         try:
             connection.send(("started", started))
             connection.recv()
-            connection.send((find or measure)(engine, job))
+            for found in (find or measure)(engine, job):
+                connection.send(found)
+            connection.send(None)
         finally:
             engine.llm_engine.engine_core.shutdown()
     except BaseException:
@@ -81,15 +84,13 @@ def start(job: Job) -> tuple[Any, float]:
     return engine, seconds
 
 
-def measure(engine: Any, job: Job) -> list[dict[str, Any]]:
+def measure(engine: Any, job: Job) -> Iterator[dict[str, Any]]:
     """Rows by batch: tokens a second while all requests decode, and of the prefill before it."""
-    rows = []
     for batch in job.batches:
         runs = [generate(engine, job, batch, n + 1) for n in range(job.repeats)]
         found = [rates(steps, batch, job) for steps in runs]
         best = max(found, key=lambda row: row["tokens_s"])
-        rows.append({"batch": batch, **best, "runs_tokens_s": [row["tokens_s"] for row in found]})
-    return rows
+        yield {"batch": batch, **best, "runs_tokens_s": [row["tokens_s"] for row in found]}
 
 
 def generate(engine: Any, job: Job, batch: int, seed: int) -> list[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,7 +32,11 @@ def serve(job: Job, connection: Connection) -> None:
     decode_engine.serve(job, connection, _find)
 
 
-def _find(engine: Any, job: Job) -> dict[str, Any]:
+def _find(engine: Any, job: Job) -> Iterator[dict[str, Any]]:
+    yield _found(engine, job)
+
+
+def _found(engine: Any, job: Job) -> dict[str, Any]:
     if "scheduler_cls" in job.arguments:
         return pressure(engine, job)
     if job.directory.name.startswith("text"):
@@ -40,7 +45,7 @@ def _find(engine: Any, job: Job) -> dict[str, Any]:
     length = min(TEXT_TOKENS, job.prompt_tokens)
     texts = random.integers(0, job.vocabulary, (TEXTS, length)).tolist()
     prompts = [{"prompt_token_ids": text} for text in texts]
-    found = {"said": say(engine, prompts), "rows": measure(engine, job)}
+    found = {"said": say(engine, prompts), "rows": list(measure(engine, job))}
     if job.directory.name == "tp1":
         found["again"] = [said for prompt in prompts for said in say(engine, [prompt])]
     return found
