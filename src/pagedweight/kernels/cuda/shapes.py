@@ -1,6 +1,7 @@
 """Which kernel serves a call, and how its shared memory is laid out.
 
-The choice depends on shapes alone, and so does the order of additions.
+The choice depends on shapes alone; the order of additions on shapes, and on whether the experts
+that a call's tokens reach have mixed precisions.
 """
 
 from __future__ import annotations
