@@ -2,21 +2,23 @@
 # Elastic memory on a GPU of 141 GB (one H200: about twenty minutes). Parts may be named one by one, each of use alone and with a
 # bound on its time; without names all run, in this order. A part that fails or runs out of time is said, and the next one begins.
 #
-#   prepare       random weights in the shape of Qwen1.5-MoE, whole and with four layers              25 s, 90 at most
-#   movement      pages a step and rows a batch, one engine each                                      70 s, 120
-#   pressure24    paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB; picture                         300 s, 420
+#   prepare       random weights in the shape of Qwen1.5-MoE, whole and with four layers              25 s, 120 at most
+#   movement      pages a step, then smaller batches of rows; one engine each                         80 s, 150
+#   pressure24    paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB; picture                         290 s, 460
 #   pressure16    the same within 16 GiB (6 bits do not fit)                                         170 s, 300
-#   pressure32    paged and bf16 within 32 GiB                                                       130 s, 260
-#   tests         the device, a rank, the engine under both runners; compute-sanitizer             250 s, 500
-#   soak          random transitions for 300 s                                                       330 s, 420
+#   pressure32    paged and bf16 within 32 GiB                                                       120 s, 230
+#   correctness   the device; then, side by side, a soak of 300 s, a rank, compute-sanitizer and
+#                 the engine under both runners                                                      370 s, 480
 #
-# tests and soak time nothing: they may run side by side. The parts with figures want the machine to themselves.
+# correctness times nothing; the parts with figures want the machine to themselves.
 # usage: benchmarks/gpu_memory.sh RESULTS SCRATCH [PART...]     SCRATCH takes 16 GB; a tmpfs saves a minute
 set -uo pipefail
+shopt -s nullglob
 results=${1:-benchmarks/results} scratch=${2:-/dev/shm/pagedweight}
 shift $(($# < 2 ? $# : 2))
-model=$scratch/qwen1.5-moe/pagedweight small=$scratch/four-layers logs=$scratch/logs failed=()
+model=$scratch/qwen1.5-moe/pagedweight small=$scratch/four-layers logs=$scratch/logs
 mkdir -p "$results" "$scratch/soak" "$logs" "$(dirname "$model")"
+: > "$logs/failed"
 # Bits return when 256 blocks stay free for 64 steps, and never go below the bytes of 3 bits.
 printf '{"format": "pagedweight-policy", "format_version": 1, "offload_blocks": 32, "reload_blocks": 256, "dwell_steps": 64,
   "allow_emergency": false}' > "$scratch/policy.json"
@@ -28,18 +30,19 @@ bounded() { # SECONDS NAME COMMAND...: what it says goes to a log of that name; 
   local code=$?
   tail -n 12 "$logs/$name.log" | cut -c -400
   echo "== $name: $((SECONDS - begun)) s, exit $code"
-  [ $code -eq 0 ] || failed+=("$name")
+  [ $code -eq 0 ] || echo "$name" >> "$logs/failed"
 }
 
 prepare() {
-  [ -e "$model/pagedweight.json" ] || bounded 90 prepare python -m pagedweight.bench.synthetic qwen1.5-moe "$model"
-  [ -e "$small/pagedweight.json" ] || bounded 60 prepare-small python tests/serving/gpu_cases.py "$small"
+  [ -e "$model/pagedweight.json" ] || bounded 90 prepare python3 -m pagedweight.bench.synthetic qwen1.5-moe "$model"
+  [ -e "$small/pagedweight.json" ] || bounded 60 prepare-small python3 tests/serving/gpu_cases.py "$small"
 }
 
-movement() {
-  local json=(--json "$results" --repeats 8)
-  bounded 80 movement python -m pagedweight.bench.movement "${json[@]}" --pages-per-step 24 20 16 12
-  bounded 45 movement-256 python -m pagedweight.bench.movement "${json[@]}" --pages-per-step 16 --gib 1 4 --rows-per-batch 256 --add
+movement() { # rows of earlier settings stay in the file
+  local json=(--json "$results" --add)
+  [ -e "$results/movement.json" ] || cp benchmarks/results/movement.json "$results"
+  bounded 90 movement python3 -m pagedweight.bench.movement "${json[@]}" --pages-per-step 24 16 12 --gib 1 0.25 --repeats 10
+  bounded 60 movement-256 python3 -m pagedweight.bench.movement "${json[@]}" --pages-per-step 16 --gib 1 4 --repeats 5 --rows-per-batch 256
 }
 
 flags=(--max-model-len 4096 --max-num-seqs 256 --max-num-batched-tokens 4096 --stream-interval 4
@@ -49,26 +52,26 @@ pressure() { # GIB BOUND PHASES POLICY...
   shift 3
   # The reserve: graphs 0.5, activations 0.6, scratch 0.2, the driver's context 0.5 GiB, and some to spare.
   # shellcheck disable=SC2086
-  bounded "$bound" "pressure$gib" python -m pagedweight.bench.pressure "$model" --gpu-memory "${gib}GiB" --gpu-reserve 2560MiB \
+  bounded "$bound" "pressure$gib" python3 -m pagedweight.bench.pressure "$model" --gpu-memory "${gib}GiB" --gpu-reserve 2560MiB \
     --together $# --start-seconds 150 --policies "$@" --policy "$scratch/policy.json" --phases $phases \
     --prompt-tokens 192-512 --output-tokens 256-512 --keep "$kept" --output "$results/pressure_gpu_$gib.json" -- "${flags[@]}"
-  [ ! -e "$kept/paged-0.load.jsonl" ] || bounded 30 "plot$gib" python -m pagedweight.cli.main plot \
+  [ ! -e "$kept/paged-0.load.jsonl" ] || bounded 30 "plot$gib" python3 -m pagedweight.cli.main plot \
     "$kept"/paged-0.load.jsonl "$kept"/static*-0.load.jsonl -o "$results/pressure_gpu_$gib.png"
 }
-pressure24() { pressure 24 400 "calm:4:5 burst:14:22 calm:11:5 long:5:8:1536-2048:192-320 calm:4:5" paged static3 static6 static4 marlin_int4; }
-pressure16() { pressure 16 280 "calm:2:2 burst:10:12 calm:7:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 static4 marlin_int4 static6; }
-pressure32() { pressure 32 240 "calm:2:5 burst:7:30 calm:6:5" paged bf16; }
+pressure24() { pressure 24 430 "calm:4:5 burst:14:22 calm:11:5 long:5:8:1536-2048:192-320 calm:4:5" paged static3 static6 static4 marlin_int4; }
+pressure16() { pressure 16 270 "calm:2:2 burst:10:12 calm:7:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 static4 marlin_int4 static6; }
+pressure32() { pressure 32 200 "calm:2:5 burst:7:30 calm:6:5" paged bf16; }
 
-tests() {
+correctness() {
   # The first compares what the driver reports free: nothing else may start or end on the GPU meanwhile.
-  bounded 60 tests-device python -m pytest -q tests/memory_cuda/test_cuda_device.py tests/memory_cuda/test_cuda_signals.py
-  bounded 120 tests-rank python -m pytest -q tests/memory_cuda/test_cuda_rank.py
-  bounded 90 sanitizer compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
-    python tests/memory_cuda/small_moves.py 25
-  bounded 300 tests-engine python -m pytest -q tests/serving/test_elastic_gpu.py
+  bounded 60 device python3 -m pytest -q tests/memory_cuda/test_cuda_device.py tests/memory_cuda/test_cuda_signals.py
+  bounded 410 soak python3 tests/serving/soak_gpu.py "$small" "$scratch/soak" 300 "$results/soak_gpu.json" &
+  bounded 120 rank python3 -m pytest -q tests/memory_cuda/test_cuda_rank.py
+  bounded 110 sanitizer compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+    python3 tests/memory_cuda/small_moves.py 25
+  bounded 180 engine python3 -m pytest -q tests/serving/test_elastic_gpu.py
+  wait
 }
-
-soak() { bounded 420 soak python tests/serving/soak_gpu.py "$small" "$scratch/soak" 300 "$results/soak_gpu.json"; }
 
 pack() { # logs, and timelines of the loads alone
   for gib in 16 24 32; do
@@ -79,6 +82,6 @@ pack() { # logs, and timelines of the loads alone
 }
 trap pack EXIT
 
-[ $# -gt 0 ] || set -- prepare movement pressure24 pressure16 pressure32 tests soak
+[ $# -gt 0 ] || set -- prepare movement pressure24 pressure16 pressure32 correctness
 for part in "$@"; do "$part"; done
-[ ${#failed[@]} -eq 0 ] || { echo "not all went well: ${failed[*]}" && exit 1; }
+[ ! -s "$logs/failed" ] || { echo "not all went well: $(paste -sd' ' "$logs/failed")" && exit 1; }

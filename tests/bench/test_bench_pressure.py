@@ -51,6 +51,7 @@ def test_bits_give_way_to_a_burst_and_nobody_is_lost(tiny_quantized, tmp_path, c
     assert row["kv_blocks_most"] > row["kv_blocks_start"]
     assert row["bits_back_s"] is not None
     assert row["copied_bytes"] > 0
+    assert written["not_measured"] == []
     damage = {int(bits): value for bits, value in written["damage_of_static"].items()}
     assert sorted(damage) == [2, 3, 4, 5, 6]
     assert damage[2] > damage[3] > damage[4] > damage[5] > damage[6] == 0
@@ -102,6 +103,26 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
         serve(tmp_path / "nothing", tmp_path / "log", (), ()),
     ):
         raise AssertionError("came up")
+
+
+def test_of_a_long_log_the_first_error_is_shown(tmp_path):
+    said = (
+        "import sys\nprint('WARNING: Errors may follow')\nprint('(Worker) ValueError: no room')\n"
+    )
+    said += "print('at work\\n' * 30)\nprint('RuntimeError: see above')\nsys.exit(3)"
+    server = Server([sys.executable, "-c", said], tmp_path / "log")
+    with pytest.raises(UserError, match=r"ended with 3: \(Worker\) ValueError: no room / \.\.\. /"):
+        server.ready()
+
+
+def test_a_benchmark_without_all_its_servers_is_not_a_success(
+    tiny_quantized, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pressure, "run_all", lambda *rest: [])
+    output = str(tmp_path / "pressure.json")
+    given = [str(tiny_quantized), "--memory", "20.5MiB", "--output", output]
+    with pytest.raises(SystemExit, match="not measured, as said above: static4, paged"):
+        pressure.main([*given, "--policies", "static4", "paged"])
 
 
 def test_a_server_that_takes_too_long_is_given_up(tmp_path):

@@ -255,11 +255,13 @@ def beside_reference(run: Run, damage: Mapping[int, float]) -> dict[str, float |
     }
 
 
-def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[str, Any]:
-    """The result as JSON; names neither host nor folder."""
+def record(
+    trial: Trial, runs: Sequence[Run], command: Sequence[str], damage: Mapping[int, float]
+) -> dict[str, Any]:
+    """The result as JSON; names neither host nor folder. damage: `damage_of_levels`."""
     from pagedweight.bench.record import machine
 
-    load, damage = trial.load, damage_of_levels(trial.checkpoint)
+    load = trial.load
     return {
         "question": "cost of a load that outgrows the memory, at fixed and at paged bits",
         "command": shlex.join(command),
@@ -289,6 +291,11 @@ def record(trial: Trial, runs: Sequence[Run], command: Sequence[str]) -> dict[st
             for run in runs
         ],
     }
+
+
+def not_measured(asked: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Policies without a run: their servers did not come up, ended, or have not had their turn."""
+    return [name for name in asked if name not in {run.name for run in runs}]
 
 
 HEAD = (
@@ -395,15 +402,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = options.keep or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)
         trial = trial_of(options, given[split + 1 :], kept)
+        damage = damage_of_levels(trial.checkpoint)
         print(f"{len(trial.asks)} requests in {trial.load.seconds:.0f} s\n{HEAD}", flush=True)
 
         def told(done: Run) -> None:
             """Written as they come: a long measurement may be cut short."""
             runs.append(done)
             print(line(done), flush=True)
-            write_record(options.output, record(trial, runs, shown))
+            result = record(trial, runs, shown, damage)
+            result["not_measured"] = not_measured(options.policies, runs)
+            write_record(options.output, result)
 
         run_all(trial, options.policies, options.repeats, told, options.together)
+    if missing := not_measured(options.policies, runs):
+        sys.exit(f"not measured, as said above: {', '.join(missing)}")
     lost = [run.name for run in runs if run.outcome.lost]
     if lost:
         faults = {a.fault for run in runs for a in run.answers if a.fault}

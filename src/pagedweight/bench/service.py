@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600"}
 START_SECONDS = 600
 END_SECONDS = 60
 _LOG_LINES = 12
+_ERROR = re.compile(r"\b\w*Error: ")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,11 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float
 
 
 def _last_lines(log: Path) -> str:
-    return " / ".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+    """The first error of a log, which later ones follow from, and its last lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    first = next((line for line in lines if _ERROR.search(line)), "")
+    last = lines[-_LOG_LINES:]
+    return " / ".join(last if first in ["", *last] else [first, "...", *last])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
