@@ -4,7 +4,7 @@
 #
 #   prepare       random weights in the shape of Qwen1.5-MoE, whole and with four layers              25 s, 120 at most
 #   movement      pages a step, then smaller batches of rows; one engine each                         80 s, 150
-#   pressure24    paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB; picture                         290 s, 460
+#   pressure24    paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB; picture                         320 s, 460
 #   pressure16    the same within 16 GiB (6 bits do not fit)                                         170 s, 300
 #   pressure32    paged and bf16 within 32 GiB                                                       120 s, 230
 #   correctness   the device; then, side by side, a soak of 300 s, a rank, compute-sanitizer and

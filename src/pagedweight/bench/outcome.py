@@ -64,7 +64,7 @@ class Outcome:
     measured_s:       that time. most_damage: the largest in it.
     bits_back_s:      from the moment when the last request of the peak is answered until bits are
                       those of the start, until the phase after the next begins; 0 when they were so
-                      before, None when they never were.
+                      before, None when they were not by then.
     phases:           in their order.
     """
 

@@ -46,7 +46,7 @@ from pagedweight.serving.options import parse_bytes
 PHASES = ("calm:6:1", "burst:6:16", "calm:10:1")
 POLICIES = ("static6", "static4", "static3", "paged")
 PREEMPTIONS = "vllm:num_preemptions_total"
-WARM_UP = Load((Phase("warm-up", 4.0, 1.5),), (64, 64), (16, 16), seed=1)
+WARM_UP = Load((Phase("warm-up", 1.5, 8.0),), (64, 256), (16, 16), seed=1)
 SETTLE_SECONDS, MOST_SETTLE_SECONDS = 2.0, 12.0
 """After the load: always, and while bits are not back."""
 CHANGES_SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ATTENTION_BACKEND")
@@ -310,7 +310,7 @@ def line(run: Run) -> str:
     bits, back = f"{'-':>7}{'-':>8}", "-"
     if run.timeline is not None:
         bits = f"{of.mean_bits:7.2f}{of.lowest_bits:8.2f}"
-        back = "never" if of.bits_back_s is None else f"{of.bits_back_s:.1f} s"
+        back = "not yet" if of.bits_back_s is None else f"{of.bits_back_s:.1f} s"
     return (
         f"{run.name:12}{of.lost:6}{of.preemptions:11}{bits}"
         f"{of.tokens_per_s:10.0f}{of.peak_tokens_per_s:9.0f}{of.all.ttft_p50:10.0f}"
