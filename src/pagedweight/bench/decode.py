@@ -33,7 +33,7 @@ import numpy as np
 from pagedweight.bench.arguments import positive, positive_float
 from pagedweight.bench.decode_engine import Job, serve
 from pagedweight.bench.models import MODELS, model_config
-from pagedweight.bench.record import machine, write_record
+from pagedweight.bench.record import machine, read_record, write_record
 from pagedweight.checkpoint.names import architecture_of
 from pagedweight.checkpoint.plan import Plan, save_plan
 from pagedweight.core.geometry import LayerShape
@@ -49,6 +49,8 @@ SHARES = {"mix4": (0.4, 0.3, 0.2, 0.1), "mix5": (0.1, 0.2, 0.3, 0.4)}
 """Of the blocks at each of LEVELS, before blocks are lowered until the bytes are the uniform's."""
 PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]
 KV_SLACK = 1.02
+KV_SPARE = 128
+"""Tokens beside those of the requests: the null block, and rounding to blocks."""
 RESULT = "decode_vllm.json"
 PLAN = "plan.json"
 
@@ -103,11 +105,13 @@ def group_size(shape: LayerShape) -> int:
     return 128 if shape.intermediate % 128 == 0 else 64
 
 
-def kv_cache_bytes(config: Mapping[str, Any], requests: int, tokens: int) -> int:
-    """KV cache that holds `requests` of `tokens` tokens, in bfloat16."""
+def kv_cache_bytes(
+    config: Mapping[str, Any], requests: int, tokens: int, ranks: int = 1, value_bytes: int = 2
+) -> int:
+    """KV cache in which each of `ranks` holds its part of `requests` of `tokens` tokens."""
     layers = architecture_of(config).facts(config).kv
-    values = sum(layer.values() for layer in layers)
-    return int(KV_SLACK * requests * (tokens + 64) * values * 2)
+    values = sum(layer.values(ranks) for layer in layers)
+    return int((KV_SLACK * requests * (tokens + 64) + KV_SPARE) * values * value_bytes)
 
 
 def arguments(folder: Path, name: str, options: argparse.Namespace, config: dict) -> dict[str, Any]:
@@ -216,9 +220,9 @@ def run_together(jobs: Mapping[str, Job], limit: float) -> Iterator[tuple[str, d
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of every engine, written as they come."""
     config = model_config(options.model, options.layers)
+    rows = kept_rows(options, config["num_hidden_layers"]) if options.json and options.add else []
     import_once()
     prepare(folder, options, config)
-    rows = kept_rows(options, config["num_hidden_layers"]) if options.json and options.add else []
     for first in range(0, len(options.engine), options.together):
         names = options.engine[first : first + options.together]
         about = {name: describe(folder, name, options, config) for name in names}
@@ -298,12 +302,13 @@ def kept_rows(options: argparse.Namespace, layers: int) -> list[dict[str, Any]]:
     path = options.json / RESULT
     if not path.exists():
         return []
-    found = json.loads(path.read_text())
-    if found["machine"] != about_machine():
+    found = read_record(path)
+    if found.get("machine") != about_machine():
         raise UserError(f"{path} was measured elsewhere; write to another folder, or without --add")
     again = [(options.model, layers, name) for name in options.engine]
     rows = found["rows"]
-    return [row for row in rows if (row["model"], row["layers"], row["engine"]) not in again]
+    keys = ("model", "layers", "engine")
+    return [row for row in rows if tuple(row.get(key) for key in keys) not in again]
 
 
 def gpu_name() -> str:

@@ -24,7 +24,7 @@ import torch
 
 from pagedweight.bench.arguments import positive
 from pagedweight.bench.models import MODELS, model_config
-from pagedweight.bench.record import machine, write_record
+from pagedweight.bench.record import machine, read_record, write_record
 from pagedweight.bench.source import make_source
 from pagedweight.bench.synthetic import plain_shards
 from pagedweight.calibrate.measure import MeasureOptions
@@ -232,13 +232,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, whole = model_config(options.model, options.layers), model_config(options.model)
     sizes = (config["vocab_size"], options.sequences, options.sequence_length)
     text = random_tokens(*sizes, seed=0)
-    before = json.loads(options.o.read_text())["rows"] if options.o.exists() else []
     key = (options.model, options.codes)
-    others = [row for row in before if (row["model"], row["codes"]) != key]
     run = measure(config, whole, options.folder, text, options.device, options.codes)
     try:
         device_of(options.device)
         check_target(options.o)
+        before = read_record(options.o)["rows"] if options.o.exists() else []
+        others = [row for row in before if (row.get("model"), row.get("codes")) != key]
         for row in run:  # what is there is kept, whatever becomes of the rest
             rows = [*others, {"model": options.model, **row}]
             write_record(options.o, {"question": QUESTION, "machine": machine(), "rows": rows})

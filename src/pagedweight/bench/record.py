@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -13,6 +14,7 @@ import numba
 import numpy as np
 import torch
 
+from pagedweight.errors import UserError
 from pagedweight.eval.results import write_results
 
 
@@ -43,6 +45,19 @@ def seconds(work: Callable[[], Any], repeats: int) -> float:
         work()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `write_record` wrote, with its list of rows; UserError when the file is another."""
+    way_out = "move it away, or write to another place"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is there and cannot be read ({error}): {way_out}") from None
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} is there and has no rows of this benchmark: {way_out}")
+    return dict(found)
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def _job(folder: Path, name: str, path: Path, ranks: int, options: argparse.Name
         "dtype": "float32" if options.cpu else config["dtype"],
         "max_model_len": sequence + 64,
         "max_num_seqs": most,
-        "kv_cache_memory_bytes": kv_cache_bytes(config, most, sequence) // ranks,
+        "kv_cache_memory_bytes": _kv_bytes(config, most, sequence, options, ranks),
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "seed": 0,
@@ -121,8 +121,15 @@ def elastic_memory(
     sizes = SizeTable.of(checkpoint.shape.part(ranks - 1, ranks), checkpoint.bits)
     blocks = len(checkpoint.moe_layers) * checkpoint.shape.experts
     weights = blocks * int(sizes.resident[:, -1].sum())
-    burst = kv_cache_bytes(config, options.burst, BURST_TOKENS) // ranks
+    burst = _kv_bytes(config, options.burst, BURST_TOKENS, options, ranks)
     return int(1.03 * weights + KV_AT_START * burst) + (options.spare << 20)
+
+
+def _kv_bytes(
+    config: dict[str, Any], requests: int, tokens: int, options: argparse.Namespace, ranks: int
+) -> int:
+    """Of a rank; the CPU serves in float32."""
+    return kv_cache_bytes(config, requests, tokens, ranks, 4 if options.cpu else 2)
 
 
 def compare(first: list[Any], second: list[Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from pagedweight.calibrate.pipeline import check_source
 from pagedweight.checkpoint.manifest import MANIFEST
 from pagedweight.checkpoint.names import text_config
 from pagedweight.checkpoint.plan import Plan
@@ -128,13 +129,16 @@ def _open(options: EvalOptions) -> _Subject:
         if asked != ServeOptions():
             raise UserError(f"{options.path} is not quantized: --bits and --plan do not apply")
     if options.model:
-        _check_model(options.path, options.model)
+        _check_model(options.path, checkpoint, options.model)
     return _Subject(options, cut_windows(options.windows, options.path), checkpoint, plan, dtype)
 
 
-def _check_model(path: Path, model: Path) -> None:
-    """The source must be a whole checkpoint that predicts the same tokens."""
-    SourceCheckpoint.open(model)
+def _check_model(path: Path, checkpoint: Checkpoint | None, model: Path) -> None:
+    """The source must be a whole checkpoint that predicts the same tokens; of a quantized one, the
+    one that it was made from."""
+    source = SourceCheckpoint.open(model)
+    if checkpoint is not None:
+        check_source(checkpoint, source)
     ours, theirs = (
         text_config(read_json(p / "config.json")).get("vocab_size") for p in (path, model)
     )

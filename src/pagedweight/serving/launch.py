@@ -37,7 +37,7 @@ from pagedweight.serving.elastic.gpu_budget import within_gpu
 from pagedweight.serving.elastic.tracing import check_trace
 from pagedweight.serving.options import ServeOptions
 from pagedweight.serving.plans import assignment_of
-from pagedweight.serving.versions import check_version, vllm_version
+from pagedweight.serving.versions import check_version, vllm_release
 
 _FLAG = "--additional-config"
 _ELASTIC = "pagedweight.serving.elastic"
@@ -49,7 +49,7 @@ GPU_WORKER = f"{_ELASTIC}.gpu_worker.ElasticGPUWorker"
 
 def vllm_command(path: Path, options: ServeOptions, extra: Sequence[str]) -> list[str]:
     """Arguments, interpreter first. UserError on a broken checkpoint, plan, level or flag."""
-    check_version(vllm_version())
+    check_version(*vllm_release())
     checkpoint = Checkpoint.open(path)
     assignment = assignment_of(checkpoint, options)
     if options.timeline is not None:

@@ -13,14 +13,14 @@ import logging
 import os
 
 from pagedweight import __version__
-from pagedweight.serving.versions import check_version, vllm_version
+from pagedweight.serving.versions import check_version, vllm_release, vllm_version
 
 _announced_in: int | None = None
 
 
 def register() -> None:
     """Register `--quantization pagedweight`. Raises UserError on an untested vLLM."""
-    check_version(vllm_version())
+    check_version(*vllm_release())
     # Importing the module registers the class; a second import does nothing.
     from pagedweight.serving import quant_config  # noqa: F401
     from pagedweight.serving.compile_key import leave_options_out

