@@ -39,9 +39,8 @@ def serve(job: dict[str, Any]) -> list[Any]:
         dtype="float32",
         max_model_len=128,
         kv_cache_memory_bytes=16 << 20,
-        enforce_eager=True,
         additional_config=ServeOptions(plan=job["plan"]).additional_config(),
-        **job.get("ranks", {}),
+        **{"enforce_eager": True, **job.get("ranks", {})},
     )
     return _say(engine)
 

@@ -76,7 +76,7 @@ def test_a_refused_family_is_told_why_and_what_there_is(model_type):
 
 def test_an_unknown_family_is_told_what_there_is():
     with pytest.raises(CheckpointError) as error:
-        architecture_of({"model_type": "dbrx", "text_config": {"num_experts": 16}})
+        architecture_of({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}})
     message = str(error.value)
     assert "'dbrx' is not supported; supported are" in message
     assert all(architecture.name in message for architecture in ARCHITECTURES)

@@ -15,6 +15,7 @@ from pagedweight.checkpoint.source import SourceCheckpoint
 from pagedweight.checkpoint.summary import summarize
 from pagedweight.checkpoint.tensorfile import TensorFile
 from pagedweight.cli.main import main
+from pagedweight.serving.elastic import backend
 from pagedweight.serving.elastic.budget import KVBlock, divide, plan_context
 from pagedweight.serving.forecast import Forecast, Question
 from pagedweight.serving.options import ServeOptions
@@ -169,12 +170,26 @@ def test_a_division_is_the_runtime_s_own(tiny_quantized):
     assert Forecast.of(config, Question(block_tokens=32)).block.nbytes == 65536
 
 
+def test_pages_are_as_large_as_a_gpu_takes_them(monkeypatch):
+    """Larger pages round more away."""
+    monkeypatch.setattr(backend, "on_gpu", lambda: True)
+    sizes, held = [], []
+    for budget in (4, 8, 12, 24):
+        found = Forecast.of(whole_configs.GEMMA4, Question(budget=budget * GIB, reserve=GIB // 8))
+        assert backend.default_page_bytes(found.memory) == found.page_bytes
+        sizes.append(found.page_bytes // MIB)
+        held.append(found.held(4))
+    assert sizes == [2, 4, 8, 16]
+    assert held == sorted(held)
+    assert Forecast.of(whole_configs.GEMMA4, Question(page_bytes=MIB)).page_bytes == MIB
+
+
 @pytest.mark.parametrize("reserve", [None, 2 * GIB])
 def test_the_least_budget_is_enough_and_hardly_more_than_enough(reserve):
     for bits in (2, 6):
         least = Forecast.of(whole_configs.MIXTRAL, Question(GIB, reserve)).least_budget(bits)
         assert Forecast.of(whole_configs.MIXTRAL, Question(least, reserve)).at(bits) is not None
-        below = Question(least - 8 * MIB, reserve)
+        below = Question(least - 40 * MIB, reserve)  # two pages and the reserve for them
         assert Forecast.of(whole_configs.MIXTRAL, below).at(bits) is None
 
 
@@ -190,7 +205,7 @@ def test_a_plan_mixes_two_neighbouring_levels(capsys, tmp_path):
     parts = ("reserve_bytes", "memory_bytes")
     total = sum(found["budget"][part] for part in parts) + found["plain_bytes"]
     total += found["kernel_table_bytes"]
-    assert 0 <= 24 * GIB - total < 2 * MIB
+    assert 0 <= 24 * GIB - total < found["budget"]["page_bytes"] == 16 * MIB
 
 
 def test_a_budget_that_is_too_small_is_answered_not_an_error(capsys, tmp_path):
@@ -199,7 +214,7 @@ def test_a_budget_that_is_too_small_is_answered_not_an_error(capsys, tmp_path):
     path = tmp_path / "config.json"
     assert run("inspect", "--config", path, "--plan", "--budget", "12GiB") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "does not fit in 12.00 GiB; at least 14.80 GiB are needed" in shown
+    assert "does not fit in 12.00 GiB; at least 15.01 GiB are needed" in shown
 
 
 def test_tables_for_people(capsys, tmp_path):

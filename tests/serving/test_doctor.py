@@ -14,10 +14,10 @@ from pagedweight.errors import UserError
 from pagedweight.kernels.reference.kernel import ReferenceKernel
 from pagedweight.serving import versions as serving_versions
 from pagedweight.serving.doctor import checkpoint as doctor_checkpoint
-from pagedweight.serving.doctor import gpu, kernels, machine, plugin, versions
+from pagedweight.serving.doctor import gpu, kernels, machine, plugin, report, versions
 from pagedweight.serving.doctor.checkpoint import checkpoint
 from pagedweight.serving.doctor.finding import Finding
-from pagedweight.serving.doctor.report import as_text, healthy
+from pagedweight.serving.doctor.report import as_text, diagnose, healthy
 
 
 def run(*args: object) -> int:
@@ -172,10 +172,15 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     assert not (tmp_path / "not").exists()
 
 
-def test_a_checkpoint_that_is_none(tmp_path):
+def test_a_checkpoint_that_is_none_is_wrong_and_not_served(tmp_path, monkeypatch):
     found = checkpoint(tmp_path / "nothing")
     assert found.status == "wrong"
     assert "is not a folder" in found.said
+    asked = []
+    monkeypatch.setattr(report, "plugin", lambda out: asked.append(out) or [])
+    findings = diagnose(tmp_path / "nothing", lambda name: None)
+    assert [f.name for f in findings if f.status == "wrong"] == ["checkpoint"]
+    assert asked == [None]
 
 
 @pytest.mark.parametrize(

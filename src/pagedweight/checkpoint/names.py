@@ -112,6 +112,12 @@ _EXPERT_COUNTS = (
 )  # fmt: skip
 
 
+def _counts_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config says how many experts there are, at the top or one level below (DBRX)."""
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    return any(part.get(key) for part in parts for key in _EXPERT_COUNTS)
+
+
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """The table's row for a config.json; raises CheckpointError with the supported list."""
     found = config.get("model_type")
@@ -123,7 +129,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         raise CheckpointError(
             f"model_type {found!r} is not supported: {REFUSED[found]}; {supported}"
         )
-    if found and not any(text_config(config).get(key) for key in _EXPERT_COUNTS):
+    if found and not _counts_experts(config):
         raise CheckpointError(
             f"model_type {found!r} looks like a dense model: its config.json counts no experts, "
             f"and only the routed experts of MoE models are paged; {supported}"

@@ -155,7 +155,7 @@ def _budget(forecast: Forecast) -> dict[str, int | None]:
         "bytes": forecast.question.budget,
         "reserve_bytes": forecast.reserve,
         "memory_bytes": forecast.memory,
-        "page_bytes": forecast.question.page_bytes,
+        "page_bytes": forecast.page_bytes,
     }
 
 

@@ -1,15 +1,15 @@
 """What serving a model will take, from its config.json alone: before anything is downloaded.
 
 Bytes of experts and KV are those of the runtime, since the runtime's own code counts them: arenas
-in whole pages, KV in whole granules, the reserve for lowering. Beside them stand the weights that
-stay as they are, the kernels' table of addresses, and a stated reserve for everything that vLLM
-takes beyond weights and KV.
+in whole pages as large as a GPU's, KV in whole granules, the reserve for lowering. Beside them
+stand the weights that stay as they are, the kernels' table of addresses, and a stated reserve for
+everything that vLLM takes beyond weights and KV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,15 @@ from pagedweight.core.calibration import Calibration
 from pagedweight.core.geometry import KINDS, MAX_BITS
 from pagedweight.core.planner import PlanContext
 from pagedweight.core.policy import Policy
-from pagedweight.core.size_class import SlotCounts
+from pagedweight.core.size_class import SizeClassPages, SlotCounts
 from pagedweight.core.size_table import BlockIndex, SizeTable
 from pagedweight.errors import UserError
+from pagedweight.serving.elastic.backend import (
+    GPU_PAGE,
+    LARGEST_GPU_PAGE,
+    LEAST_PAGES,
+    gpu_page_bytes,
+)
 from pagedweight.serving.elastic.budget import Budget, KVBlock, divide
 from pagedweight.serving.kv_groups import KVGroups, kv_groups
 from pagedweight.serving.options import ServeOptions
@@ -41,12 +47,12 @@ ROW_TABLE_BYTES = 8 * (MAX_BITS + 1) + 4
 class Question:
     """budget: bytes of device memory for everything, None: no budget. reserve: bytes of it that are
     neither weights nor KV, None: RESERVE_SHARE. levels: precisions to store. page_bytes: of the
-    memory pool. block_tokens: of a KV block."""
+    memory pool, None: as large as a GPU's for that memory. block_tokens: of a KV block."""
 
     budget: int | None = None
     reserve: int | None = None
     levels: tuple[int, ...] = LEVELS
-    page_bytes: int = 2 << 20
+    page_bytes: int | None = None
     block_tokens: int = 16
 
 
@@ -67,10 +73,9 @@ class Forecast:
         index = BlockIndex(len(facts.moe_layers), facts.shape.experts)
         sizes = SizeTable.of(facts.shape, question.levels)
         policy = Policy(use_sensitivity=False)  # nothing is measured yet: bits fall level by level
-        context = PlanContext.of(
-            index, sizes, _nothing_measured(index, sizes), policy, question.page_bytes
-        )
-        return Forecast(question, facts, plain_weights(config, architecture, facts), context)
+        context = PlanContext.of(index, sizes, _nothing_measured(index, sizes), policy, GPU_PAGE)
+        found = Forecast(question, facts, plain_weights(config, architecture, facts), context)
+        return found._in_pages_of(question.page_bytes or gpu_page_bytes(found._left))
 
     @property
     def host_bytes(self) -> int:
@@ -93,8 +98,18 @@ class Forecast:
     @property
     def memory(self) -> int:
         """What is left of the budget for experts and KV: the value for `serve --memory`."""
+        return self._left - self._left % self.page_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the memory pool."""
+        return self.context.pages.page_bytes
+
+    @property
+    def _left(self) -> int:
+        """`memory` before it is cut to whole pages."""
         left = (self.question.budget or 0) - self.reserve - self.plain.nbytes - self.table_bytes
-        return max(0, left - left % self.question.page_bytes)
+        return max(0, left)
 
     @property
     def kv_value_bytes(self) -> int:
@@ -150,7 +165,27 @@ class Forecast:
 
     def least_budget(self, bits: int) -> int:
         """The smallest budget, to a page, at which `at(bits)` is possible."""
-        page = self.question.page_bytes
+        memory, page = self._least_memory(bits)
+        needed = memory + self.plain.nbytes + self.table_bytes
+        if self.question.reserve is not None:
+            return needed + self.question.reserve
+        return int(needed / (1 - RESERVE_SHARE)) + page
+
+    def _least_memory(self, bits: int) -> tuple[int, int]:
+        """The smallest `memory` at which `at(bits)` is possible, and its page."""
+        if self.question.page_bytes is not None:
+            return self._least_pages(bits) * self.page_bytes, self.page_bytes
+        page, least = GPU_PAGE, 0
+        while True:  # memories in which a page is taken follow one another
+            pages = max(self._in_pages_of(page)._least_pages(bits), -(-least // page))
+            least = 2 * page * LEAST_PAGES
+            if page == LARGEST_GPU_PAGE or pages * page < least:
+                return pages * page, page
+            page *= 2
+
+    def _least_pages(self, bits: int) -> int:
+        """The fewest pages that hold the experts at `bits` and the KV that serving starts with."""
+        page = self.page_bytes
         low, high = 0, self.held(bits) // page + 1
         while self._divided(high * page, bits) is None:
             low, high = high, 2 * high
@@ -159,10 +194,12 @@ class Forecast:
             low, high = (
                 (middle, high) if self._divided(middle * page, bits) is None else (low, middle)
             )
-        needed = high * page + self.plain.nbytes + self.table_bytes
-        if self.question.reserve is not None:
-            return needed + self.question.reserve
-        return int(needed / (1 - RESERVE_SHARE)) + page
+        return high
+
+    def _in_pages_of(self, page: int) -> Forecast:
+        pages = SizeClassPages.of(self.context.sizes, page)
+        context = replace(self.context, pages=pages, step_slots=pages.all_step_slots())
+        return replace(self, context=context)
 
     def tokens(self, blocks: int) -> int:
         """Tokens of `blocks` KV blocks while every layer keeps them; one of the blocks is the
@@ -178,7 +215,7 @@ class Forecast:
     def _divided(self, memory: int, bits: int | None) -> Budget | None:
         fixed = None if bits is None else self._uniform(bits)
         try:
-            options = ServeOptions(memory=memory, page_bytes=self.question.page_bytes, bits=bits)
+            options = ServeOptions(memory=memory, page_bytes=self.page_bytes, bits=bits)
             return divide(self.context, options, self.block, fixed)
         except UserError:
             return None

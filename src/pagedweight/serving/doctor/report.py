@@ -24,12 +24,15 @@ def diagnose(out: Path | None, progress: Callable[[str], None]) -> list[Finding]
 
 
 def _findings(out: Path | None, progress: Callable[[str], None]) -> Iterator[Finding]:
+    about = [] if out is None else [checkpoint(out)]
+    if not healthy(about):
+        out = None  # an engine on it would only say again what is broken
     looks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("versions", versions),
         ("machine", lambda: [processor(), memory(), folders()]),
         ("gpu", gpus),
         ("kernels", kernels),
-        *([("checkpoint", lambda: [checkpoint(out)])] if out is not None else []),
+        ("checkpoint", lambda: about),
         ("plugin" if out is None else "plugin and engine", lambda: plugin(out)),
     ]
     for name, look in looks:

@@ -36,8 +36,11 @@ def on_gpu() -> bool:
 
 def default_page_bytes(memory: int) -> int:
     """Page size for a budget of `memory` bytes, when the user names none."""
-    if not on_gpu():
-        return SMALL_PAGE
+    return gpu_page_bytes(memory) if on_gpu() else SMALL_PAGE
+
+
+def gpu_page_bytes(memory: int) -> int:
+    """Page size for a budget of `memory` bytes on a GPU."""
     page = GPU_PAGE
     while page < LARGEST_GPU_PAGE and memory >= 2 * page * LEAST_PAGES:
         page *= 2
