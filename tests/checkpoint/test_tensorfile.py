@@ -18,9 +18,9 @@ from pagedweight.checkpoint.tensorfile import (
     Entry,
     TensorFile,
     file_bytes,
-    write_atomic,
     write_tensors,
 )
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.errors import CheckpointError
 
 once = settings(

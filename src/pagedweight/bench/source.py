@@ -19,7 +19,8 @@ from pagedweight.checkpoint.layout import PLAIN_METADATA, Shard, index_json
 from pagedweight.checkpoint.names import architecture_of
 from pagedweight.checkpoint.shards import INDEX
 from pagedweight.checkpoint.source import SourceCheckpoint
-from pagedweight.checkpoint.tensorfile import Entry, write_atomic, write_tensors
+from pagedweight.checkpoint.tensorfile import Entry, write_tensors
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
 

@@ -43,7 +43,8 @@ from pagedweight.checkpoint.manifest import (
 from pagedweight.checkpoint.names import architecture_of
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.shards import INDEX
-from pagedweight.checkpoint.tensorfile import Entry, write_atomic, write_tensors
+from pagedweight.checkpoint.tensorfile import Entry, write_tensors
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.core.geometry import TILE_COLS, TILE_ROWS, LayerShape
 from pagedweight.errors import UserError
 

@@ -19,7 +19,8 @@ from pagedweight.checkpoint import calibration as cal
 from pagedweight.checkpoint.manifest import CALIBRATION, MANIFEST, NEXT_MANIFEST, FileRecord
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.checkpoint.shards import read_json
-from pagedweight.checkpoint.tensorfile import sha256_file, write_atomic, write_tensors
+from pagedweight.checkpoint.tensorfile import sha256_file, write_tensors
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.errors import UserError
 
 

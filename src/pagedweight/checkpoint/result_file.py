@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pagedweight.checkpoint.tensorfile import write_atomic
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.errors import UserError
 
 PICTURES = (".png", ".svg", ".pdf")

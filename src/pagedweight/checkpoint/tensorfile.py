@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.errors import CheckpointError
 
 DTYPE_BITS = {
@@ -185,24 +185,6 @@ def write_tensors(
         path.unlink()
         raise ValueError(f"{path}: wrote {written} bytes for tensors of {expected} bytes")
     return digest
-
-
-def write_atomic(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> tuple[int, str]:
-    """Write under a temporary name in the same folder, sync, rename; (bytes, sha256)."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    digest, written = hashlib.sha256(), 0
-    try:
-        with temporary.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-                digest.update(piece)
-                written += len(piece) if not isinstance(piece, memoryview) else piece.nbytes
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return written, digest.hexdigest()
 
 
 def sha256_file(path: Path) -> str:

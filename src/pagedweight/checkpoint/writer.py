@@ -35,9 +35,9 @@ from pagedweight.checkpoint.tensorfile import (
     file_bytes,
     file_pieces,
     sha256_file,
-    write_atomic,
     write_tensors,
 )
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.errors import UserError
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -6,12 +6,12 @@ A field left out has its default. An unknown one is refused: a misspelt option m
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from pagedweight.core.atomic_file import write_atomic
 from pagedweight.core.policy import Bucket, FloorStage, Policy
 from pagedweight.errors import UserError, listing
 
@@ -59,14 +59,8 @@ def load_policy(path: str | Path) -> Policy:
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:
-    """Write a policy file: temporary name, then renamed."""
-    target = Path(path)
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        temporary.write_text(policy_to_json(policy) + "\n", encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write a policy file, whole or not at all."""
+    write_atomic(Path(path), [f"{policy_to_json(policy)}\n".encode()])
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
