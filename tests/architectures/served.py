@@ -2,7 +2,8 @@
 
 A program: `python served.py JOBS RESULTS`. JOBS is a JSON list of {"name", "path", "plan"} (fixed
 precision) and {"name", "path", "memory", "page_bytes"} (elastic precision), either with "ranks",
-vLLM's flags for several of them; each result is written to RESULTS/name.json, {"error": text} where
+vLLM's flags for several of them; with "refuse" the second rank's memory refuses so many uploads
+once the burst has begun. Each result is written to RESULTS/name.json, {"error": text} where
 there is none. Started the usual way an engine imports vLLM in three new processes, 30 s for a model
 of 3 MB.
 """
@@ -125,6 +126,7 @@ def serve_ranks(job: dict[str, Any]) -> dict[str, Any]:
     asked = SamplingParams(temperature=0, max_tokens=BURST_NEW, ignore_eos=True, detokenize=False)
     for name, prompt in enumerate(prompts(count, BURST - BURST_NEW)):
         engine.add_request(f"r{name}", {"prompt_token_ids": prompt}, asked)
+    llm.collective_rpc(_refuse, args=(job.get("refuse", 0),))
     scheduler = engine.engine_core.engine_core.scheduler
     while scheduler.has_requests():
         done = [out for out in engine.step() if out.finished]
@@ -139,6 +141,7 @@ def serve_ranks(job: dict[str, Any]) -> dict[str, Any]:
         "bits": [_mean(start), min(map(_mean, low)), _mean(end)],
         "usable": [room, max(most), granules.usable_blocks],
         "rolled_back": control.controller.counters.get("rolled_back", 0),
+        "gave_up": llm.collective_rpc(_gave_up),
         "held": [len(rows) for rows, _ in llm.collective_rpc("committed_rows")],
         "said": _say(llm),
         "plan": [end[row] for row in sorted(end)],
@@ -151,6 +154,28 @@ def _checked(worker: Any) -> tuple[list[int], list[int]]:
 
     check_worker(worker.store.worker)
     return worker.committed_rows()
+
+
+def _refuse(worker: Any, calls: int) -> None:
+    """On the second rank: the next `calls` uploads are refused, as by a driver that has no room."""
+    from pagedweight.errors import Transient
+
+    device = worker.store.worker.mover.weights.device
+    original, left = device.upload, [calls if worker.rank == 1 else 0]
+
+    def upload(*args: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise Transient("refused by the test")
+        return original(*args)
+
+    device.upload = upload
+
+
+def _gave_up(worker: Any) -> list[int]:
+    """On a rank: batches that it rolled back, and batches that it gave up for another."""
+    counters = worker.store.worker.counters
+    return [counters.rolled_back, counters.aborted_batches]
 
 
 def _held(llm: Any) -> dict[int, int]:

@@ -45,6 +45,8 @@ STAGES = {
 TWO_RANKS = [(name, kind) for name in MODELS for kind in RANKS]
 FIXED = (*RANKS, "pp")
 """Served at fixed bits by two ranks; the first family only."""
+REFUSALS = 3
+"""Uploads that a rank refuses in a burst."""
 USUAL = {("qwen2_moe", "tp"), ("qwen2_moe", "ep"), ("mixtral", "tp"), ("gemma4", "ep")}
 USUAL |= {("qwen3_moe", "ep"), ("deepseek_v3", "tp"), ("granitemoe", "ep")}
 """Of TWO_RANKS: run every time. Together each family's and each store's way of holding parts."""
@@ -102,6 +104,8 @@ def one_rank(folder) -> Path:
     """Every family served by one rank, and what two ranks are tried with every time."""
     jobs = [make(folder, name) for name in MODELS for make in (fixed, elastic)]
     jobs += [fixed(folder, "qwen2_moe", kind) for kind in FIXED]
+    refused = elastic(folder, "qwen2_moe", "tp")
+    jobs.append({**refused, "name": "qwen2_moe-tp-refused", "refuse": REFUSALS})
     return serve(folder, jobs + [elastic(folder, *pair) for pair in TWO_RANKS if pair in USUAL])
 
 
@@ -176,6 +180,17 @@ def test_two_ranks_at_fixed_bits_say_what_the_reference_and_one_rank_say(kind, o
 @pytest.mark.parametrize("name", MODELS)
 def test_a_burst_takes_bits_and_gives_them_back_whole(name, one_rank):
     takes_bits_and_gives_them_back(one_rank, name, f"{name}-elastic")
+
+
+def test_what_one_rank_refuses_the_other_gives_up_too(one_rank):
+    """Ranks have the same bits whenever they are looked at (served.py), and in the end the tokens
+    are the reference's."""
+    found = takes_bits_and_gives_them_back(one_rank, "qwen2_moe", "qwen2_moe-tp-refused")
+    (rolled_back, given_up), (rolled_back_there, _) = found["gave_up"]
+    print(f"rank 0 gave up {given_up}, rank 1 rolled back {rolled_back_there}")
+    assert rolled_back == 0
+    assert found["rolled_back"] == rolled_back_there >= REFUSALS  # what metrics show
+    assert given_up > 0
 
 
 @pytest.mark.parametrize(

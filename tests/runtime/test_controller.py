@@ -128,6 +128,17 @@ def test_a_rank_that_refuses_aborts_the_batch_on_all(name):
     assert engine.bits() == [[6] * 16] * 2
 
 
+def test_what_another_rank_counted_is_not_forgotten_when_one_reports_alone():
+    engine = Engine(ranks=2, lag=1)
+    engine.devices[1].fault = lambda number, call: call == "upload"
+    run(engine, BURST[:30])
+    counted = engine.controller.counters["rolled_back"]
+    alone = engine.ranks[0].worker.report()
+    assert counted > alone.counters["rolled_back"] == 0
+    engine.controller.hear(alone, engine.blocks)
+    assert engine.controller.counters["rolled_back"] == counted
+
+
 def test_a_refused_batch_is_tried_again_later_and_smaller():
     engine = Engine()
     engine.devices[0].fault = lambda number, call: call == "upload"

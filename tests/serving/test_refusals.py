@@ -1,13 +1,21 @@
-"""What `serve` and `eval --tasks` refuse before an engine starts: one sentence, exit code 2."""
+"""What `serve` and `eval --tasks` refuse before an engine starts, and what engines refuse: one
+sentence, exit code 2."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
 
 from pagedweight.cli.main import main
+from pagedweight.errors import UserError
+from pagedweight.serving import vllm_cli
+from pagedweight.serving.refusals import VARIABLE, told
 
 
 def run(*args: object) -> int:
@@ -76,3 +84,57 @@ def test_tasks(tiny_quantized, tmp_path, capsys, flags, message):
     shown = capsys.readouterr()
     assert len(shown.err.splitlines()) == 1
     assert message in shown.err
+
+
+REFUSE = """
+from pagedweight.errors import UserError
+from pagedweight.serving.refusals import told
+with told():
+    raise UserError("give at least 7 bytes")
+"""
+
+
+def vllm_that(fails, monkeypatch):
+    """vLLM's command line, replaced by `fails`."""
+    module = types.SimpleNamespace(main=fails)
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", module)
+
+
+def test_what_an_engine_refuses_is_the_last_line(monkeypatch, capsys):
+    def fails():
+        assert subprocess.run([sys.executable, "-c", REFUSE], stderr=subprocess.DEVNULL).returncode
+        print("a hundred lines of vLLM's", file=sys.stderr)
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    vllm_that(fails, monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        vllm_cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "pagedweight: give at least 7 bytes"
+    assert VARIABLE not in os.environ
+
+
+def test_what_is_refused_in_the_server_itself_too(monkeypatch, capsys):
+    def fails():
+        raise UserError("bits 9 are not stored")
+
+    vllm_that(fails, monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        vllm_cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "pagedweight: bits 9 are not stored\n"
+
+
+def test_what_nobody_refused_is_vllms_to_say(monkeypatch):
+    def fails():
+        raise RuntimeError("CUDA error")
+
+    vllm_that(fails, monkeypatch)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        vllm_cli.main()
+
+
+def test_without_a_command_that_listens_a_refusal_is_only_raised(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(UserError, match="no"), told():
+        raise UserError("no")

@@ -23,7 +23,7 @@ from pagedweight.core.size_class import SizeClassPages
 from pagedweight.core.size_table import IntArray
 from pagedweight.runtime.dispatch import DispatchConfig, Dispatcher
 from pagedweight.runtime.granules import BlockParking, GranuleLedger, GranuleState
-from pagedweight.runtime.messages import Batch, StepPlan, WorkerReport, check_version
+from pagedweight.runtime.messages import Batch, StepPlan, WorkerReport, check_version, largest
 from pagedweight.runtime.page_ledger import PageLedger
 from pagedweight.runtime.signals import SignalWindow, whole_signals
 
@@ -136,7 +136,8 @@ class Controller:
         self.granules.hear(report, parking)
         if self._signals and (signals := whole_signals(report, self.holdings)):
             self._signals.add(signals)
-        self.counters = report.counters
+        # A step on which ranks need not agree has the report of one of them.
+        self.counters = largest((self.counters, report.counters))
         self._ledger.hear(report)
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +148,7 @@ def merged(reports: Sequence[WorkerReport]) -> WorkerReport:
         batches=_least(reports),
         backed=backed,
         pages=tuple(pages for report in reports for pages in report.pages),
-        counters=_largest(report.counters for report in reports),
+        counters=largest(report.counters for report in reports),
     )
 
 
@@ -165,7 +164,8 @@ def _least(reports: Sequence[WorkerReport]) -> tuple[BatchStatus, ...]:
     )
 
 
-def _largest(counters: Iterable[dict[str, Any]]) -> dict[str, int]:
+def largest(counters: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The largest value of each running total."""
     out: dict[str, int] = {}
     for counted in counters:
         for name, value in counted.items():

@@ -22,6 +22,7 @@ from pagedweight.serving.kernel import warm_up
 from pagedweight.serving.moe_op import layer_state, register_layer
 from pagedweight.serving.parts import Part
 from pagedweight.serving.plugin import announce
+from pagedweight.serving.refusals import told
 from pagedweight.serving.store import expert_store
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -55,6 +56,7 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
     ) -> tuple[int, int]:
         return hidden_size, intermediate_size_per_partition  # kernels take any width
 
+    @told()
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -84,6 +86,7 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
         self.handle = register_layer(state)
         self.dtype, self.most_tokens = params_dtype, config.scheduler_config.max_num_batched_tokens
 
+    @told()
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Planes are read as they are stored; a GPU compiles and takes its scratch memory now."""
         top_k = self.moe.experts_per_token

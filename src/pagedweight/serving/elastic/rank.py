@@ -37,6 +37,7 @@ from pagedweight.serving.elastic.scheduler import ATTRIBUTE
 from pagedweight.serving.elastic.store import ElasticStore
 from pagedweight.serving.elastic.tracing import BitRecorder, trace_folder
 from pagedweight.serving.plugin import announce
+from pagedweight.serving.refusals import told
 from pagedweight.serving.store import expert_store
 
 
@@ -83,6 +84,7 @@ class ElasticRank:
     vllm_config: Any
     rank: int
 
+    @told()
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         announce()
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -91,6 +93,7 @@ class ElasticRank:
             raise UserError("the elastic worker needs a pagedweight checkpoint and --memory")
         self.store = store
 
+    @told()
     def start_memory(self) -> None:
         """Divide the budget and bring the experts in; vLLM's block size and, from 0.30 on, its KV
         layout must be settled."""
@@ -117,6 +120,7 @@ class ElasticRank:
         """KV that vLLM is told of: what can be backed at the floor."""
         return self.budget.reachable_blocks * self.budget.block.nbytes
 
+    @told()
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         layout = kv_layout(kv_cache_config, self.budget.granule_blocks, self.budget.page_bytes)
         region = self.store.back_kv(layout.nbytes, layout.granules)
