@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pagedweight.bench import movement
 from pagedweight.bench.movement_engine import POLICY
+from pagedweight.memory.cuda import device as cuda_device
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "memory"))  # fake_driver
+
+from fake_driver import FakeDriver
 
 BLOCKS, START, MOST = 4, 10, 40
 """Blocks in a granule, granules at the start and at the floor."""
@@ -90,3 +100,45 @@ def test_a_row_for_every_limit_and_size_as_it_is_measured(engine, monkeypatch, c
     assert rows == [(12, small), (12, large), (None, small), (None, large)]
     assert limits == [12, 12, None, None, "closed"]
     assert "any number of pages a step" in capsys.readouterr().out
+
+
+@pytest.fixture
+def bare_gpu(monkeypatch):
+    """A fake driver without a context, as a process begins; torch makes one, as the real one does,
+    when a stream is waited for."""
+    driver = FakeDriver(total_pages=600)
+    driver.context = None
+
+    def synchronize(_=None):
+        driver.context = 7
+
+    stream = SimpleNamespace(synchronize=synchronize)
+    for name, stand_in in (
+        ("is_available", lambda: True),
+        ("get_device_name", lambda: "a GPU"),
+        ("current_device", lambda: 0),
+        ("device", lambda device: nullcontext()),
+        ("current_stream", lambda device=None: stream),
+        ("Stream", lambda device: stream),
+        ("synchronize", synchronize),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(cuda_device, "bindings", lambda: driver)
+    return driver
+
+
+def test_the_drivers_costs_come_first_and_need_no_engine(bare_gpu, monkeypatch, tmp_path):
+    """What calls of the driver need, a context, is there before the first; all is given back."""
+
+    def run(setting, sizes, most_pages, repeats, told):
+        assert not bare_gpu.handles
+        assert bare_gpu.free == bare_gpu.total
+        told({"bytes": 7})
+
+    monkeypatch.setattr(movement, "run", run)
+    movement.main(["--json", str(tmp_path), "--gib", "1"])
+    found = json.loads((tmp_path / "movement.json").read_text())
+    rows = [(row["tolerant"], row["pages"]) for row in found["driver"]]
+    assert rows == [(tolerant, count) for tolerant in (False, True) for count in (1, 8, 64, 512)]
+    assert all(row["map_us"] > 0 and row["unmap_us"] > 0 for row in found["driver"])
+    assert [row["bytes"] for row in found["rows"]] == [7]

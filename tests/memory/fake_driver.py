@@ -1,4 +1,4 @@
-"""The part of the CUDA driver that `CudaPages` calls, with faults on demand.
+"""The part of the CUDA driver that `CudaPages` and a new `CudaDevice` call, with faults on demand.
 
 It is as strict as the real one about what may be mapped and unmapped; contents do not exist. What
 the real driver does is tested on a GPU (tests/memory_cuda).
@@ -14,11 +14,13 @@ class Status(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
 
 
 class FakeDriver:
-    """`mapped[address]` is the handle behind a page; `readable` are those with access."""
+    """`mapped[address]` is the handle behind a page; `readable` are those with access. `context`
+    None: no context is current in this thread."""
 
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -27,6 +29,7 @@ class FakeDriver:
 
     def __init__(self, total_pages=64):
         self.total = self.free = total_pages * GRANULE
+        self.context = 1
         self.fault = lambda number, name: False
         self.status = Status.CUDA_ERROR_OUT_OF_MEMORY
         self.calls = []
@@ -44,10 +47,18 @@ class FakeDriver:
         self.calls.append((name, *arguments))
         return self.fault(number, name)
 
+    def cuCtxGetCurrent(self):  # noqa: N802
+        return Status.CUDA_SUCCESS, self.context
+
+    def cuDriverGetVersion(self):  # noqa: N802
+        return Status.CUDA_SUCCESS, 12_000
+
     def cuMemGetAllocationGranularity(self, properties, option):  # noqa: N802
         return Status.CUDA_SUCCESS, GRANULE
 
     def cuMemGetInfo(self):  # noqa: N802
+        if self.context is None:
+            return Status.CUDA_ERROR_INVALID_CONTEXT, 0, 0
         return Status.CUDA_SUCCESS, self.free, self.total
 
     def cuMemCreate(self, size, properties, flags):  # noqa: N802

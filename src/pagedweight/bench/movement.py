@@ -26,7 +26,7 @@ from pagedweight.bench.layers import SHAPES
 from pagedweight.bench.movement_engine import POLICY, MovementEngine, Setting
 from pagedweight.bench.record import machine, write_record
 from pagedweight.errors import UserError
-from pagedweight.memory.cuda.driver import bindings
+from pagedweight.memory.cuda.device import CudaDevice
 from pagedweight.memory.cuda.pages import CudaPages
 from pagedweight.serving.elastic.backend import GPU_PAGES_PER_STEP
 
@@ -191,11 +191,11 @@ def run(
 
 
 def costs() -> list[dict[str, Any]]:
-    """`driver_costs` at the smallest page."""
-    pages = CudaPages(bindings(), torch.cuda.current_device())
-    pages.create(512)
-    rows = driver_costs(pages)
-    pages.close()
+    """`driver_costs` at the smallest page; on a device, which makes the GPU's context."""
+    device = CudaDevice()
+    device.create(512)
+    rows = driver_costs(device.pages)
+    device.close()
     for row in rows:
         print(row)
     return rows
