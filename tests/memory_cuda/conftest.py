@@ -23,6 +23,9 @@ def device():
         pytest.skip("the CUDA backend is tested on a machine with a GPU")
     from pagedweight.memory.cuda.device import CudaDevice
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small products on the host: other processes may have the cores
     made = CudaDevice()
     yield made
     made.close()
+    torch.set_num_threads(threads)
