@@ -66,6 +66,7 @@ def test_an_unknown_name_is_refused(capsys):
         ("decode", "--limit", "nan"),
         ("movement", "--gib", "inf"),
         ("kernel", "--batch", "two"),
+        ("groups", "--batch", "0"),
     ],
 )
 def test_numbers_are_at_least_one(capsys, arguments):
@@ -76,7 +77,7 @@ def test_numbers_are_at_least_one(capsys, arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize("name", ["decode", "kernel", "movement"])
+@pytest.mark.parametrize("name", ["decode", "groups", "kernel", "movement"])
 def test_what_needs_a_gpu_says_so(capsys, name):
     with pytest.raises(SystemExit) as ended:
         main(["bench", name])

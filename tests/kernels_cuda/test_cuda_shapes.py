@@ -1,7 +1,13 @@
 """Choices that depend on shapes alone, without a GPU."""
 
+import json
+from pathlib import Path
+from statistics import geometric_mean
+
 import pytest
 
+from pagedweight.bench.groups import build_for
+from pagedweight.bench.layers import SHAPES
 from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
 from pagedweight.kernels.cuda import decode
@@ -28,7 +34,8 @@ from pagedweight.kernels.cuda.shapes import (
 H200 = Device(0, (9, 0), 132, 232448)
 A100 = Device(0, (8, 0), 108, 166912)
 RTX = Device(0, (8, 9), 128, 101376)
-QWEN, MIXTRAL = LayerShape(60, 2048, 1408), LayerShape(8, 4096, 14336)
+QWEN, MIXTRAL, GEMMA = (SHAPES[n].layer for n in ("qwen1.5-moe", "mixtral", "gemma-4"))
+WIDE = LayerShape(8, 1024, 4096)
 
 
 @pytest.mark.parametrize("device, warps", [(H200, 16), (A100, 8), (RTX, 4)])
@@ -109,22 +116,55 @@ def test_slices_cover_every_token_once(wide):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
-def test_groups_are_whole_and_long_rows_have_them(tokens, mixed):
-    for shape, top_k in ((QWEN, 4), (MIXTRAL, 2)):
+def test_groups_divide_the_warps_and_long_rows_have_them(tokens, mixed):
+    for shape, top_k in ((QWEN, 4), (MIXTRAL, 2), (GEMMA, 8), (WIDE, 2)):
         for build in (Build(16), GroupBuild(12, 3), Build(4)):
             gate, down = choose_groups(shape, tokens, top_k, build, 132, mixed)
-            assert 0 <= gate <= down <= 3
-            assert build.warps % (1 << down) == 0
+            assert 0 <= gate <= 2
+            assert 0 <= down <= 3
+            assert build.warps % (1 << max(gate, down)) == 0
+            assert down <= gate if shape is GEMMA else down >= gate
     assert choose_groups(MIXTRAL, tokens, 2, Build(16), 132, mixed)[0] >= 1
+    assert choose_groups(WIDE, tokens, 2, Build(16), 132, mixed)[1] >= 1
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
-def test_mixed_precisions_never_have_smaller_groups(tokens):
-    for shape, top_k in ((QWEN, 4), (MIXTRAL, 2), (LayerShape(128, 2816, 704), 8)):
-        alike, mixed = (choose_groups(shape, tokens, top_k, Build(16), 132, m) for m in (0, 1))
-        assert all(m >= a for a, m in zip(alike, mixed, strict=True))
-    assert choose_groups(QWEN, 64, 4, Build(16), 132, False) == (0, 0)
-    assert choose_groups(QWEN, 64, 4, Build(16), 132, True) == (1, 1)
+MEASURED = json.loads(
+    (Path(__file__).parents[2] / "benchmarks/results/kernel_groups.json").read_text()
+)
+MIXED = {"4": [False], "4+16": [False], "4+8": [False, True], "4+4": [True], "4+2": [True]}
+"""Of a row's bits; with one other block in eight a phase of a layer may be either."""
+
+
+def _over_best(routing: str) -> dict[tuple, float]:
+    """Time of the pair that is chosen over that of the best pair, by shape, bits, batch and kind;
+    without what was not timed."""
+    found = {}
+    for row in MEASURED["rows"]:
+        model, batch = SHAPES[row["shape"]], row["batch"]
+        best = min(us for pair, us in row["us"].items() if pair != "auto")
+        for mixed in MIXED.get(row["bits"], [True]) if row["routing"] == routing else []:
+            build = build_for(model, batch, H200)
+            pair = choose_groups(model.layer, batch, model.top_k, build, H200.processors, mixed)
+            us = row["us"].get("{}{}".format(*pair))
+            if us is not None:
+                found[model.name, row["bits"], batch, mixed] = us / best
+    return found
+
+
+def test_groups_are_near_the_best_that_was_measured():
+    """The goal of the tables in shapes.py; before them the worst was 1.15 and the mean 1.03."""
+    over = _over_best("uniform")
+    assert len(over) >= 70
+    assert max(over.values()) < 1.06, max(over, key=over.get)
+    assert geometric_mean(over.values()) < 1.01
+
+
+def test_groups_hold_for_skewed_routing_that_the_host_does_not_see():
+    """Fewer experts are reached than the host reckons with: Qwen1.5-MoE at batch 8 is the worst."""
+    over = _over_best("zipf")
+    assert len(over) >= 42
+    assert max(over.values()) < 1.18
+    assert geometric_mean(over.values()) < 1.02
 
 
 def test_a_launch_carries_the_groups_of_both_kinds_of_plan(monkeypatch):

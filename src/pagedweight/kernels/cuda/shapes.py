@@ -212,31 +212,46 @@ def choose_groups(
     processors: int,
     mixed: bool,
 ) -> tuple[int, int]:
-    """log2 of the warps that share a unit of gate_up and of down; thresholds measured on an H200.
+    """log2 of the warps that share a unit of gate_up and of down.
 
     By the rounds that all warps would need for gate_up alone, one unit each: groups pay where warps
     would be idle, in part of a round or at the end of a second; else they only add overhead. Where
-    precisions are mixed, warps end at different times and run different code, so that fewer and
-    shorter units pay sooner. Rows of 4096 columns and more are worth a group always.
+    precisions are mixed, warps end at different times and run different code, so that shorter units
+    pay sooner. Rows of 4096 columns and more are worth a group always, whatever the precisions.
 
     A launch carries both choices; on the device each phase takes one by the precisions of the
     experts that its tokens reach (csrc/plan.cuh, `order_blocks`).
+
+    The tables below are fitted to every pair's time on three shapes on an H200
+    (benchmarks/results/kernel_groups.json, which tests hold them against).
     """
     pairs, experts = tokens * top_k, shape.experts
     hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
     units = max(hit, pairs / build.block_tokens) * shape.gate_up.row_tiles / 2
     rounds = units / (build.warps * processors)
-    log = next(log for most, log in (MIXED_LOGS if mixed else GROUP_LOGS) if rounds < most)
     cols, down_cols = shape.gate_up.col_tiles, shape.down.col_tiles
-    log += cols >= LONG_ROW
+    if cols >= LONG_ROW:
+        table = LONG_GROUPS
+    elif 2 * down_cols <= cols:
+        table = SHORT_DOWN_MIXED if mixed else SHORT_DOWN_ALIKE
+    else:
+        table = GROUPS_MIXED if mixed else GROUPS_ALIKE
+    gate, down = next(pair for most, pair in table if rounds < most)
     longer = max(0, (down_cols // cols).bit_length() - 1)
     most = max(log for log in range(4) if build.warps % (1 << log) == 0)
-    return min(log, most), min(log + longer, most)
+    return min(gate, most), min(down + longer, most)
 
 
-GROUP_LOGS = ((0.2, 2), (0.5, 1), (0.8, 0), (1.7, 1), (float("inf"), 0))
-"""(rounds below which, log2 of the group)."""
-MIXED_LOGS = ((1.0, 2), (float("inf"), 1))
-"""The same where precisions are mixed."""
 LONG_ROW = 64
 """Column tiles of a long row."""
+REST = float("inf")
+LONG_GROUPS = ((2.7, (2, 2)), (REST, (1, 1)))
+"""(rounds below which, log2 of the group of gate_up and of down) where gate_up's rows are long;
+twice the group, and more, where down's are longer still."""
+GROUPS_ALIKE = ((0.25, (2, 2)), (0.5, (1, 1)), (0.8, (0, 0)), (1.7, (1, 1)), (REST, (0, 0)))
+GROUPS_MIXED = ((0.25, (2, 2)), (0.5, (1, 1)), (1.4, (2, 2)), (REST, (1, 1)))
+"""The same for other rows, where a call's precisions are alike and where they are mixed."""
+SHORT_DOWN_ALIKE = ((0.25, (2, 1)), (0.5, (1, 0)), (0.8, (2, 1)), (1.7, (1, 0)), (REST, (0, 0)))
+SHORT_DOWN_MIXED = ((0.25, (2, 1)), (0.8, (2, 2)), (1.4, (2, 1)), (REST, (1, 0)))
+"""The same where down's rows are at most half as long as gate_up's: a group has too little of
+them."""
