@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Elastic memory on a GPU of 141 GB (one H200: about twenty minutes). Parts may be named one by one, each of use alone and with a
-# bound on its time; without names all run, in this order. A part that fails or runs out of time is said, and the next one begins.
+# Elastic memory on a GPU of 141 GB. Parts may be named one by one, each of use alone and with a bound on its time; without
+# names all run, in this order: first what has not run to its end yet. A part that fails or runs out of time is said, and the
+# next one begins. Seconds: seen on one H200 with 16 cores (about: expected from what was seen), and the bound.
 #
-#   prepare       random weights in the shape of Qwen1.5-MoE, whole and with four layers              25 s, 120 at most
-#   movement      pages a step, then smaller batches of rows; one engine each                         80 s, 150
-#   pressure24    paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB; picture                         320 s, 460
-#   pressure16    the same within 16 GiB (6 bits do not fit)                                         170 s, 300
-#   pressure32    paged and bf16 within 32 GiB                                                       120 s, 230
-#   correctness   the device; then, side by side, a soak of 300 s, a rank, compute-sanitizer and
-#                 the engine under both runners                                                      370 s, 480
+#   prepare      random weights in the shape of Qwen1.5-MoE, whole and with four layers              25, 120 at most
+#   movement     pages a step, then smaller batches of rows; one engine each                   about 80, 150
+#   pressure32   paged and bf16 within 32 GiB: 70 to start, 20 and 50 of load                 about 155, 260
+#   pressure16   the same within 16 GiB without 6 bits, which leave KV too little             about 230, 330
+#   checks       the device; then side by side a rank, compute-sanitizer, the engine under
+#                both runners: nothing is timed                                                about 150, 240
+#   pressure24   paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB: 107 to start, 37 each            290, 400
+#   soak         300 s of steps, every byte compared in the end                                      400, 560
 #
-# correctness times nothing; the parts with figures want the machine to themselves.
+# The parts with figures want the machine to themselves.
 # usage: benchmarks/gpu_memory.sh RESULTS SCRATCH [PART...]     SCRATCH takes 16 GB; a tmpfs saves a minute
 set -uo pipefail
 shopt -s nullglob
@@ -48,30 +50,34 @@ movement() { # rows of earlier settings stay in the file
 flags=(--max-model-len 4096 --max-num-seqs 256 --max-num-batched-tokens 4096 --stream-interval 4
   --compilation-config '{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]}')
 pressure() { # GIB BOUND PHASES POLICY...
-  local gib=$1 bound=$2 phases=$3 kept=$scratch/pressure$1
+  local gib=$1 bound=$2 phases=$3 kept=$scratch/pressure$1 result=$results/pressure_gpu_$1.json
   shift 3
+  rm -f "$kept"/*.load.jsonl
   # The reserve: graphs 0.5, activations 0.6, scratch 0.2, the driver's context 0.5 GiB, and some to spare.
   # shellcheck disable=SC2086
   bounded "$bound" "pressure$gib" python3 -m pagedweight.bench.pressure "$model" --gpu-memory "${gib}GiB" --gpu-reserve 2560MiB \
     --together $# --start-seconds 150 --policies "$@" --policy "$scratch/policy.json" --phases $phases \
-    --prompt-tokens 192-512 --output-tokens 256-512 --keep "$kept" --output "$results/pressure_gpu_$gib.json" -- "${flags[@]}"
-  [ ! -e "$kept/paged-0.load.jsonl" ] || bounded 30 "plot$gib" python3 -m pagedweight.cli.main plot \
-    "$kept"/paged-0.load.jsonl "$kept"/static*-0.load.jsonl -o "$results/pressure_gpu_$gib.png"
+    --prompt-tokens 192-512 --output-tokens 256-512 --keep "$kept" --output "$result" -- "${flags[@]}"
+  [ -e "$kept/paged-0.load.jsonl" ] || return
+  bounded 20 "steps$gib" python3 -m pagedweight.bench.steps "$result" "$kept" --json "$results/pressure_gpu_${gib}_steps.json"
+  bounded 30 "plot$gib" python3 -m pagedweight.cli.main plot \
+    "$kept"/paged-0.load.jsonl "$kept"/static[36]-0.load.jsonl -o "$results/pressure_gpu_$gib.png"
 }
-pressure24() { pressure 24 430 "calm:4:5 burst:14:22 calm:11:5 long:5:8:1536-2048:192-320 calm:4:5" paged static3 static6 static4 marlin_int4; }
-pressure16() { pressure 16 270 "calm:2:2 burst:10:12 calm:7:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 static4 marlin_int4 static6; }
-pressure32() { pressure 32 200 "calm:2:5 burst:7:30 calm:6:5" paged bf16; }
+pressure24() { pressure 24 400 "calm:3:5 burst:12:22 calm:9:5 long:4:8:1536-2048:192-320 calm:4:5" paged static3 static6 static4 marlin_int4; }
+pressure16() { pressure 16 330 "calm:2:2 burst:9:12 calm:6:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 static4 marlin_int4; }
+pressure32() { pressure 32 260 "calm:2:5 burst:7:30 calm:6:5" paged bf16; }
 
-correctness() {
+checks() {
   # The first compares what the driver reports free: nothing else may start or end on the GPU meanwhile.
   bounded 60 device python3 -m pytest -q tests/memory_cuda/test_cuda_device.py tests/memory_cuda/test_cuda_signals.py
-  bounded 410 soak python3 tests/serving/soak_gpu.py "$small" "$scratch/soak" 300 "$results/soak_gpu.json" &
-  bounded 120 rank python3 -m pytest -q tests/memory_cuda/test_cuda_rank.py
-  bounded 110 sanitizer compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
-    python3 tests/memory_cuda/small_moves.py 25
-  bounded 180 engine python3 -m pytest -q tests/serving/test_elastic_gpu.py
+  bounded 120 rank python3 -m pytest -q --durations=5 tests/memory_cuda/test_cuda_rank.py &
+  bounded 150 sanitizer compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+    python3 tests/memory_cuda/small_moves.py 40 &
+  bounded 240 engine python3 -m pytest -q tests/serving/test_elastic_gpu.py
   wait
 }
+
+soak() { bounded 560 soak python3 tests/serving/soak_gpu.py "$small" "$scratch/soak" 300 "$results/soak_gpu.json"; }
 
 pack() { # logs, and timelines of the loads alone
   for gib in 16 24 32; do
@@ -82,6 +88,6 @@ pack() { # logs, and timelines of the loads alone
 }
 trap pack EXIT
 
-[ $# -gt 0 ] || set -- prepare movement pressure24 pressure16 pressure32 correctness
+[ $# -gt 0 ] || set -- prepare movement pressure32 pressure16 checks pressure24 soak
 for part in "$@"; do "$part"; done
 [ ! -s "$logs/failed" ] || { echo "not all went well: $(paste -sd' ' "$logs/failed")" && exit 1; }
