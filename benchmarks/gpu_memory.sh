@@ -10,6 +10,7 @@
 #   checks       the device; then side by side a rank, compute-sanitizer, the engine under
 #                both runners: nothing is timed                                                about 150, 240
 #   pressure24   paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB: 107 to start, 37 each            290, 400
+#   graphs       paged and 3 bits within 24 GiB with graphs for up to 1,024 tokens             about 160, 260
 #   soak         300 s of steps, every byte compared in the end                                      400, 560
 #
 # The parts with figures want the machine to themselves.
@@ -47,23 +48,26 @@ movement() { # rows of earlier settings stay in the file
   bounded 60 movement-256 python3 -m pagedweight.bench.movement "${json[@]}" --pages-per-step 16 --gib 1 4 --repeats 5 --rows-per-batch 256
 }
 
-flags=(--max-model-len 4096 --max-num-seqs 256 --max-num-batched-tokens 4096 --stream-interval 4
-  --compilation-config '{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]}')
-pressure() { # GIB BOUND PHASES POLICY...
-  local gib=$1 bound=$2 phases=$3 kept=$scratch/pressure$1 result=$results/pressure_gpu_$1.json
+flags=(--max-model-len 4096 --max-num-seqs 256 --max-num-batched-tokens 4096 --stream-interval 4)
+sizes="1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256" as=
+pressure() { # GIB BOUND PHASES POLICY...; sizes: tokens of captured graphs; as: to be added to names
+  local gib=$1 bound=$2 phases=$3 kept=$scratch/pressure$1$as result=$results/pressure_gpu_$1$as
   shift 3
   rm -f "$kept"/*.load.jsonl
   # The reserve: graphs 0.5, activations 0.6, scratch 0.2, the driver's context 0.5 GiB, and some to spare.
   # shellcheck disable=SC2086
-  bounded "$bound" "pressure$gib" python3 -m pagedweight.bench.pressure "$model" --gpu-memory "${gib}GiB" --gpu-reserve 2560MiB \
+  bounded "$bound" "pressure$gib$as" python3 -m pagedweight.bench.pressure "$model" --gpu-memory "${gib}GiB" --gpu-reserve 2560MiB \
     --together $# --start-seconds 150 --policies "$@" --policy "$scratch/policy.json" --phases $phases \
-    --prompt-tokens 192-512 --output-tokens 256-512 --keep "$kept" --output "$result" -- "${flags[@]}"
+    --prompt-tokens 192-512 --output-tokens 256-512 --keep "$kept" --output "$result.json" \
+    -- "${flags[@]}" --compilation-config "{\"cudagraph_capture_sizes\": [$sizes]}"
   [ -e "$kept/paged-0.load.jsonl" ] || return
-  bounded 20 "steps$gib" python3 -m pagedweight.bench.steps "$result" "$kept" --json "$results/pressure_gpu_${gib}_steps.json"
-  bounded 30 "plot$gib" python3 -m pagedweight.cli.main plot \
-    "$kept"/paged-0.load.jsonl "$kept"/static[36]-0.load.jsonl -o "$results/pressure_gpu_$gib.png"
+  bounded 20 "steps$gib$as" python3 -m pagedweight.bench.steps "$result.json" "$kept" --json "${result}_steps.json"
+  bounded 30 "plot$gib$as" python3 -m pagedweight.cli.main plot \
+    "$kept"/paged-0.load.jsonl "$kept"/static[36]-0.load.jsonl -o "$result.png"
 }
-pressure24() { pressure 24 400 "calm:3:5 burst:12:22 calm:9:5 long:4:8:1536-2048:192-320 calm:4:5" paged static3 static6 static4 marlin_int4; }
+burst="calm:3:5 burst:12:22 calm:9:5 long:4:8:1536-2048:192-320 calm:4:5"
+pressure24() { pressure 24 400 "$burst" paged static3 static6 static4 marlin_int4; }
+graphs() { local sizes="$sizes, 384, 512, 768, 1024" as=-graphs && pressure 24 260 "$burst" paged static3; }
 pressure16() { pressure 16 330 "calm:2:2 burst:9:12 calm:6:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 static4 marlin_int4; }
 pressure32() { pressure 32 260 "calm:2:5 burst:7:30 calm:6:5" paged bf16; }
 
@@ -80,7 +84,7 @@ checks() {
 soak() { bounded 560 soak python3 tests/serving/soak_gpu.py "$small" "$scratch/soak" 300 "$results/soak_gpu.json"; }
 
 pack() { # logs, and timelines of the loads alone
-  for gib in 16 24 32; do
+  for gib in 16 24 24-graphs 32; do
     [ ! -d "$scratch/pressure$gib" ] ||
       tar -czf "$results/pressure_gpu_$gib.tar.gz" -C "$scratch/pressure$gib" --exclude='*-[0-9].jsonl' .
   done
@@ -88,6 +92,6 @@ pack() { # logs, and timelines of the loads alone
 }
 trap pack EXIT
 
-[ $# -gt 0 ] || set -- prepare movement pressure32 pressure16 checks pressure24 soak
+[ $# -gt 0 ] || set -- prepare movement pressure32 pressure16 checks pressure24 graphs soak
 for part in "$@"; do "$part"; done
 [ ! -s "$logs/failed" ] || { echo "not all went well: $(paste -sd' ' "$logs/failed")" && exit 1; }

@@ -58,9 +58,17 @@ def test_decoding_is_a_row_for_each_bits_and_running(samples, tmp_path):
     ]
 
 
-def test_a_step_with_prompts_has_the_time_of_the_line_after_it(samples, tmp_path):
+def test_prompts_alone_in_their_step_are_what_is_beyond_decoding(samples, tmp_path):
+    assert not steps.prompt_rows(found_in(samples, tmp_path))
+    for _ in range(4):
+        for _ in range(4):
+            stretch(samples, 0.014, 2)
+        stretch(samples, 0.014, 2, prompt=700)
+        stretch(samples, 0.074, 3)
+        for _ in range(4):
+            stretch(samples, 0.014, 2)
     (row,) = steps.prompt_rows(found_in(samples, tmp_path))
-    assert (row["from"], row["steps"]) == (513, 6)
+    assert (row["from"], row["steps"]) == (513, 4)
     assert row["ms_p10"] == row["ms_p50"] == row["ms_p90"] == pytest.approx(60)
 
 

@@ -26,10 +26,12 @@ from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import Timeline
 
 RUNNING = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 112, 128, 160, 192, 256)
-PROMPTS = (257, 513, 1025, 2049, 4097)
-"""Edges of the rows: requests running, and tokens of a step with prompts."""
-LEAST = 5
+PROMPTS = (257, 513, 1025, 1537, 2049, 4097)
+"""Edges of the rows: requests running, and tokens of prompts in a step."""
+LEAST, LEAST_PROMPTS = 5, 3
 """Stretches that a row rests on at least."""
+ALONE, NEAR_RUNNING = 3, 4
+"""Stretches without prompts on both sides; requests running more or less."""
 SLACK, SPARE_TOKENS = 1.15, 3
 """Requests come and go within a stretch: so many tokens are still none of a prompt."""
 SLOW_SECONDS = 0.03
@@ -108,14 +110,26 @@ def decode_rows(of: Stretches) -> list[dict[str, float]]:
 
 
 def prompt_rows(of: Stretches) -> list[dict[str, float]]:
-    """Milliseconds of a step with prompts, by its tokens. A line stands at the beginning of a step,
-    and of two in flight the second waits for the first: the stretch after it has its time."""
-    single = np.flatnonzero(of.busy[:-1] & (of.steps[:-1] == 1))
-    after, rows = 1e3 * of.seconds[single + 1], []
+    """Milliseconds of a step with prompts, by their tokens, where no other such step is near: what
+    the stretches around take beyond decoding with as many running. (With two steps in flight the
+    time stands in a stretch before or after; a stretch may hold two such steps, as two prompts
+    that come one after the other make.)"""
+    each = 1e3 * of.seconds / np.maximum(of.steps, 1)
+    found: list[tuple[float, float]] = []
+    for at in range(ALONE, len(of.at) - ALONE):
+        around = slice(at - ALONE, at + ALONE + 1)
+        near = of.decodes & ~of.moved & (np.abs(of.running - of.running[at]) < NEAR_RUNNING)
+        alone = of.busy[around].all() and int((~of.decodes[around]).sum()) == 1
+        if of.decodes[at] or not alone or not near.any():
+            continue
+        others = (of.steps[around].sum() - 1) * float(np.median(each[near]))
+        tokens = of.scheduled[at] - of.running[at] * of.steps[at]
+        found.append((float(tokens), 1e3 * float(of.seconds[around].sum()) - others))
+    rows, (tokens_of, ms) = [], np.array(found).reshape(-1, 2).T
     for low, high in pairwise(PROMPTS):
-        here = (of.scheduled[single] >= low) & (of.scheduled[single] < high)
-        if here.sum() >= LEAST:
-            spread = np.percentile(after[here], [10, 50, 90])
+        here = (tokens_of >= low) & (tokens_of < high)
+        if here.sum() >= LEAST_PROMPTS:
+            spread = np.percentile(ms[here], [10, 50, 90])
             named = dict(zip(("ms_p10", "ms_p50", "ms_p90"), map(float, spread), strict=True))
             rows.append({"from": low, "below": high, "steps": int(here.sum()), **_short(named)})
     return rows
