@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,7 @@ def test_each_engine_finds_its_own_plan(tmp_path):
         assert (stored == decode.engine_plan(name, 2, SHAPE)).all()
         assert row["expert_gb"] == round(decode.plan_bytes(stored, SHAPE) / 1e9, 3)
         assert sum(row["blocks_at_bits"].values()) == stored.size
+        assert date.fromisoformat(row["measured"]) <= date.today()
 
 
 def test_an_attention_backend_is_for_every_engine_and_said_in_its_rows(tmp_path):

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from importlib.metadata import version
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -256,7 +257,7 @@ def describe(
     layers, shape = len(facts.moe_layers), facts.shape
     row: dict[str, Any] = {"model": options.model, "layers": config["num_hidden_layers"]}
     row |= {"engine": name, "sequence": options.sequence, "new_tokens": options.new_tokens}
-    row |= {"transformers": version("transformers")}
+    row |= {"measured": date.today().isoformat(), "transformers": version("transformers")}
     row |= {"attention": options.attention} if options.attention else {}
     (folder / "engines" / name).mkdir(parents=True, exist_ok=True)
     if name in PEERS:
