@@ -58,7 +58,8 @@ def test_bits_give_way_to_a_burst_and_nobody_is_lost(tiny_quantized, tmp_path, c
     assert 0 < row["mean_damage"] < row["most_damage"] < damage[2]
     assert row["damage_over_static5"] == pytest.approx(row["mean_damage"] / damage[5], rel=1e-2)
     integral = row["mean_damage"] * row["measured_s"]
-    assert row["static5_if_once_in_s"] == pytest.approx(integral / damage[5], rel=1e-2)
+    every = row["static5_if_once_in_s"]  # written to a tenth of a second
+    assert every == pytest.approx(integral / damage[5], rel=1e-2, abs=0.06)
     assert [phase["name"] for phase in row["phases"]] == ["calm", "burst", "calm"]
     assert sum(phase["requests"] for phase in row["phases"]) == row["requests"]
     assert row["peak"]["ttft_p50"] > 0
