@@ -29,6 +29,7 @@ class Blocks:
         self.total, self.per_granule = total, per_granule
         self.parked = set(range(-(-total // per_granule))) - set(usable)
         self.used = {0}
+        self.drained = {}
 
     def granule(self, number):
         return set(range(number * self.per_granule, (number + 1) * self.per_granule))
@@ -37,7 +38,7 @@ class Blocks:
         out = set(range(self.total)) - self.used
         for granule in self.parked:
             out -= self.granule(granule)
-        return sorted(out)
+        return sorted(out.difference(*self.drained.values()))
 
     def park(self, granule):
         if self.granule(granule) & self.used:
@@ -47,6 +48,25 @@ class Blocks:
 
     def unpark(self, granule):
         self.parked.remove(granule)
+
+    def in_use(self, granule):
+        return len(self.granule(granule) & self.used)
+
+    def drain(self, granule):
+        left = self.granule(granule) & self.used
+        assert not left & self.drained.get(granule, set()), "a drained block was handed out"
+        self.drained[granule] = self.granule(granule) - left
+        if not left:
+            del self.drained[granule]
+            self.parked.add(granule)
+        return len(left)
+
+    def refill(self, granule):
+        del self.drained[granule]
+
+    @property
+    def held_back(self):
+        return sum(map(len, self.drained.values()))
 
 
 class Engine:
@@ -64,11 +84,12 @@ class Engine:
         pages_per_step=None,
         dealt=None,
         block=3000,
+        size=2,
         **config,
     ):
         """pages: of each rank, or a list of them. block: bytes in each layer. dealt: holdings
         [(layers, experts)], one a rank, with KV of their own layers; None: every rank holds all
-        rows."""
+        rows. size: blocks of a granule, which is as large as one of two `block`s."""
         tier = RandomTier(layers=2, experts=4)
         if dealt is None:
             self.holdings = Holdings.one(tier.index, ranks)
@@ -98,7 +119,7 @@ class Engine:
         for rank in self.ranks:
             rank.worker.pages_per_step = pages_per_step
         usable = self.ranks[0].worker.kv.backed
-        self.blocks = Blocks(2 * granules, 2, usable)
+        self.blocks = Blocks(size * granules, size, usable)
         index, sizes, rng = tier.index, tier.sizes, np.random.default_rng(0)
         damage = rng.lognormal(0, 2, (*index.shape, 1)) * 4.0 ** -np.arange(len(LEVELS))
         calibration = Calibration(LEVELS, damage, np.full((2, 4), 0.25), None, True, ())
@@ -111,8 +132,8 @@ class Engine:
             WeightPageTable(index, sizes, bits),
             planner,
             POLICY,
-            GranuleLedger(2 * granules, 2, usable),
-            [self.kv_shape(len(part.layers), block) for part in self.holdings.parts],
+            GranuleLedger(size * granules, size, usable),
+            [self.kv_shape(len(part.layers), block, size) for part in self.holdings.parts],
             PAGE,
             config=DispatchConfig(**{"rows_per_batch": 8, "hold_off_steps": 3, **config}),
             holdings=self.holdings,
@@ -132,9 +153,9 @@ class Engine:
         return min(len(rank.worker.kv.backed) or fit(rank) for rank in self.ranks)
 
     @staticmethod
-    def kv_shape(layers, block):
+    def kv_shape(layers, block, size):
         pages = -(-2 * block // PAGE) + (2 * block % PAGE > 0)
-        return KVShape(layers * block, layers * pages)
+        return KVShape(layers * 2 * block // size, layers * pages)
 
     def demand(self, wanted):
         """Give requests up to `wanted` blocks; what is lacking is pending."""
@@ -143,7 +164,8 @@ class Engine:
         free = self.blocks.free()
         self.blocks.used |= set(free[:lacking])
         pending = max(0, lacking - len(free))
-        return BlockDemand(max(0, len(free) - lacking), pending, min(pending, 1))
+        left = max(0, len(free) - lacking) + self.blocks.held_back
+        return BlockDemand(left, pending, min(pending, 1))
 
     def hear(self):
         while len(self.reports) > self.lag:
@@ -169,9 +191,11 @@ class Engine:
     def check(self):
         """No block without memory on every rank is ever in circulation; everything is sound."""
         self.controller.table.check_integrity()
-        usable = set(self.controller.granules.having(GranuleState.USABLE))
-        assert usable == set(range(self.controller.granules.states.size)) - self.blocks.parked
         ledger = self.controller.granules
+        draining = set(ledger.having(GranuleState.DRAINING))
+        usable = set(ledger.having(GranuleState.USABLE)) | draining
+        assert usable == set(range(ledger.states.size)) - self.blocks.parked
+        assert draining == set(self.blocks.drained)
         for state in GranuleState:
             counted = int((ledger.states == state).sum())
             assert ledger.count(state) == len(ledger.having(state)) == counted

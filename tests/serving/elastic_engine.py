@@ -116,13 +116,14 @@ class Engine:
         pool, ledger = self.scheduler.kv_cache_manager.block_pool, self.control.controller.granules
         self.control.controller.table.check_integrity()
         size = ledger.granule_blocks
-        usable = set(ledger.having(GranuleState.USABLE))
+        usable = {*ledger.having(GranuleState.USABLE), *ledger.having(GranuleState.DRAINING)}
         assert usable <= set(self.memory.kv.backed)
         free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
         held = {block.block_id for block in pool.blocks if block.ref_cnt or block.is_null}
         assert not free & held
         assert {b // size for b in free | held} <= usable
-        assert len(free | held) == len(usable) * size == pool.num_gpu_blocks
+        assert len(free | held) == pool.num_gpu_blocks
+        assert pool.num_gpu_blocks + self.control.parking.held_back == len(usable) * size
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:

@@ -50,6 +50,25 @@ def inside_a_burst_takes_bits_and_gives_them_back(engine):
     assert engine.control.preemptions == 0
 
 
+def inside_bits_return_while_requests_run_on(engine):
+    """Blocks in use lie scattered: granules have to drain before KV can give anything back."""
+    start, rng, drained, lows = engine.bits.mean(), np.random.default_rng(0), 0, []
+    for number in range(20):
+        engine.add(prompts(1, 48, seed=number), int(rng.integers(30, 200)))
+    for number in range(500):
+        engine.step()
+        lows.append(engine.bits.mean())
+        drained = max(drained, engine.control.parking.held_back)
+        running = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+        if min(lows) < start - 1 and lows[-1] == start:
+            break
+        if running < 3:
+            engine.add(prompts(1, 48, seed=100 + number), int(rng.integers(40, 120)))
+    assert lows[-1] == start
+    assert engine.scheduler.running
+    assert drained > 0
+
+
 def inside_an_abandoned_burst_gives_everything_back(engine):
     start_bits, start_blocks = engine.bits, engine.usable
     names = engine.add(prompts(20, 48), 400)

@@ -60,6 +60,61 @@ def test_a_parked_block_is_no_cached_prefix(pool):
     assert pool.get_cached_block(name, [0]) is None
 
 
+def test_a_granule_drains_as_its_blocks_are_freed(pool):
+    parking = ParkedBlocks(pool, SIZE, usable=[0, 1, 2])
+    used = pool.get_new_blocks(SIZE)
+    inside = [block for block in used if block.block_id // SIZE == 1]
+    assert parking.in_use(1) == len(inside) == 1
+    name = _cache(pool, pool.blocks[6], b"six")
+    backed = parking.free_blocks
+    assert parking.drain(1) == 1
+    assert parking.held_back == SIZE - 1
+    assert parking.free_blocks == backed, "they have their memory"
+    assert pool.get_cached_block(name, [0]) is None
+    rest = pool.get_new_blocks(pool.get_num_free_blocks())
+    assert 1 not in {block.block_id // SIZE for block in rest}, "nobody is handed one"
+    assert pool.get_usage() == 1.0
+    pool.free_blocks(rest)
+    held = _cache(pool, inside[0], b"held")
+    pool.free_blocks(inside)
+    assert pool.get_cached_block(held, [0]) is not None
+    assert parking.drain(1) == 0
+    assert pool.get_cached_block(held, [0]) is None
+    assert parking.held_back == 0, "it is parked now"
+    assert pool.num_gpu_blocks == 2 * SIZE
+    parking.unpark(1)
+    pool.free_blocks([block for block in used if block not in inside])
+    assert parking.free_blocks == pool.get_num_free_blocks() == 3 * SIZE - 1
+
+
+def test_a_granule_that_drains_is_handed_out_again_when_refilled(pool):
+    parking = ParkedBlocks(pool, SIZE, usable=[0, 1])
+    used = pool.get_new_blocks(SIZE)
+    assert parking.drain(1) == 1
+    parking.refill(1)
+    assert parking.held_back == 0
+    assert pool.num_gpu_blocks == 2 * SIZE
+    rest = pool.get_new_blocks(SIZE - 1)
+    assert {block.block_id // SIZE for block in rest} == {1}
+    pool.free_blocks([*used, *rest])
+    assert pool.reset_prefix_cache()
+    assert parking.park(1)
+
+
+def test_a_prefix_in_use_in_a_granule_that_drains_can_still_be_shared(pool):
+    parking = ParkedBlocks(pool, SIZE, usable=[0, 1])
+    used = pool.get_new_blocks(SIZE)
+    inside = next(block for block in used if block.block_id >= SIZE)
+    name = _cache(pool, inside, b"shared")
+    assert parking.drain(1) == 1
+    (found,) = pool.get_cached_block(name, [0])
+    pool.touch([found])
+    pool.free_blocks([inside])
+    assert parking.drain(1) == 1, "the other request has it"
+    pool.free_blocks([inside])
+    assert parking.drain(1) == 0
+
+
 def test_prefixes_computed_at_other_bits_are_forgotten_in_use_or_not(pool):
     parking = ParkedBlocks(pool, SIZE, usable=[0, 1])
     used = pool.get_new_blocks(1)[0]

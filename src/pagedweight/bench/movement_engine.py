@@ -159,6 +159,19 @@ class Parking:
     def unpark(self, granule: int) -> None:
         """The blocks count as free from now on; nobody takes them here."""
 
+    def in_use(self, granule: int) -> int:
+        return 0 if self.park(granule) else self._granule_blocks
+
+    def drain(self, granule: int) -> int:
+        return self.in_use(granule)
+
+    def refill(self, granule: int) -> None:
+        """Nothing was taken."""
+
+    @property
+    def held_back(self) -> int:
+        return 0
+
 
 class MovementEngine:
     """`step` runs one step for `pending` waiting blocks; times are seconds on the host's clock."""

@@ -30,6 +30,9 @@ from pagedweight.runtime.signals import SignalWindow, whole_signals
 SIGNAL_STEPS, DEALT_SIGNAL_STEPS = 4, 16
 """Steps between two reports with signals, which are larger than all the rest of a report; where
 ranks hold different rows all of them have to be asked (a window is read every 16 steps)."""
+DRAIN_STEPS = 4
+"""Steps between two looks at granules that drain. A block that was freed since is the last that
+vLLM would hand out, so that it is hardly ever missed."""
 PATIENT_STEPS = 32
 """Steps without a granule of those wished for, after which memory counts as refused."""
 
@@ -42,7 +45,8 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class BlockDemand:
-    """The scheduler's queues in KV blocks (`KVPressure` has what the words mean)."""
+    """The scheduler's queues in KV blocks (`KVPressure` has what the words mean). Some of
+    free_blocks may be held back because their granules drain."""
 
     free_blocks: int
     pending_blocks: int = 0
@@ -125,6 +129,7 @@ class Controller:
         self._no_room_until = self._no_room_at = 0
         self._no_growth_until = 0
         self._planned_for: BlockDemand | None = None
+        self._followed_for: BlockDemand | None = None
         self._last_pressure: int | None = None
 
     # -- observe ---------------------------------------------------------------------------------
@@ -177,6 +182,14 @@ class Controller:
     def _rows_waiting(self) -> int:
         return int((self.table.desired_bits != self.table.committed_bits).sum())
 
+    @property
+    def _rows_can_go(self) -> bool:
+        """Whether rows wait for something that steps bring. Where they wait for requests to free
+        the blocks of granules that drain, they have to do so first."""
+        draining = self.granules.count(GranuleState.DRAINING)
+        waits_for_requests = draining and self._followed_for == self._planned_for
+        return bool(self._rows_waiting and not waits_for_requests)
+
     # -- plan ------------------------------------------------------------------------------------
 
     def step(self, demand: BlockDemand, parking: BlockParking) -> StepPlan:
@@ -188,6 +201,7 @@ class Controller:
         if pressed:
             self._last_pressure = step
             dispatch.stay()
+        self._see_to_drains(demand, kv, parking)
         plan = self._plan(pressures)
         abort, commit = dispatch.aborts(), dispatch.commits()
         lowers = dispatch.lowers(step, self.free_pages)
@@ -198,7 +212,7 @@ class Controller:
         dealt = self.holdings.count > 1
         signals = step % (DEALT_SIGNAL_STEPS if dealt else SIGNAL_STEPS) == 0
         self._planned_for = demand
-        self._settled = plan.kind == "none" and not self._moving and not self._rows_waiting
+        self._settled = plan.kind == "none" and not self._moving and not self._rows_can_go
         return StepPlan(
             step=step,
             abort=abort,
@@ -210,6 +224,25 @@ class Controller:
             agree=self._moving or bool(abort) or not self._ledger.known or (signals and dealt),
             signals=signals,
         )
+
+    def _see_to_drains(self, demand: BlockDemand, kv: KVPressure, parking: BlockParking) -> None:
+        """Granules that drain go on draining or, when what may be handed out is short, stop: they
+        have their memory, so that this costs nothing, and bits stay as they are for a while."""
+        granules = self.granules
+        if not granules.count(GranuleState.DRAINING):
+            return
+        if kv.expected_free_blocks - parking.held_back <= self._policy.offload_blocks:
+            granules.refill(parking, self.step_number)
+            self._rest(kv)
+        elif self.step_number % DRAIN_STEPS == 0:
+            granules.follow(parking, self.step_number)
+            self._followed_for = demand
+
+    def _rest(self, kv: KVPressure) -> None:
+        """Nothing is asked back from KV for a while, unless more of it gets free than now."""
+        self._dispatch.stay()
+        self._no_room_at = kv.free_blocks
+        self._no_room_until = self.step_number + self._policy.dwell_steps
 
     def _plan(self, pressures: tuple[KVPressure, ...]) -> Plan:
         """The planner's answer, written into d."""
@@ -230,22 +263,24 @@ class Controller:
         if batches:
             self._ledger.promise(self.step_number, taken)
         elif lacking.any() and not self._ask_back(lacking, kv, parking):
-            # What is free lies scattered over granules in use: no use in asking at every step.
-            self._dispatch.stay()
-            self._no_room_at = kv.free_blocks
-            self._no_room_until = self.step_number + self._policy.dwell_steps
+            # There is not enough for a granule: no use in asking at every step.
+            self._rest(kv)
         return batches
 
     def _ask_back(self, pages: IntArray, kv: KVPressure, parking: BlockParking) -> bool:
         """Have KV give back `pages` [holdings], if so many blocks stay free as the policy wants;
-        False when nothing comes."""
-        each, coming = self._granule_pages, self.granules.count(GranuleState.SHRINKING)
+        False when nothing comes. What is free lies scattered over granules in use, so granules
+        drain."""
+        granules, each = self.granules, self._granule_pages
+        draining = granules.count(GranuleState.DRAINING)
+        coming = granules.count(GranuleState.SHRINKING) + draining
         spare = kv.expected_free_blocks - (self._policy.reload_blocks + 1)
-        most = max(0, spare // kv.granule_blocks)
+        most = max(0, spare // kv.granule_blocks - draining)
         returning = self._ledger.returning
         short = np.maximum(0, pages - coming * each - returning)
         more = min(most, int((-(-short // each)).max()))
-        given = self.granules.give_back(more, parking, self.step_number)
+        given = granules.give_back(more, parking, self.step_number)
+        given += granules.drain(more - given, parking, self.step_number)
         return bool(given or coming or returning.any() or self._dispatch.under_way)
 
     @property

@@ -1,11 +1,13 @@
 """KV granules as the scheduler sees them: which may be handed out, which come, which go.
 
-    PARKED --wish--> GROWING --backed on every rank--> USABLE
-       ^                |                                |
-       +--- heard ---SHRINKING <--- no longer wanted, or parked again by the scheduler
+    PARKED --wish--> GROWING --backed on every rank--> USABLE <---needed---+
+       ^                |                                |                 |
+       +--- heard ---SHRINKING <--- no block in use -----+----------- DRAINING
 
-The blocks of a granule that is not USABLE are outside the scheduler's free queue. Low numbers are
-wished for first and high ones given back first, as blocks are handed out from below.
+Blocks of a granule that is neither USABLE nor DRAINING are outside the scheduler's free queue. Of a
+DRAINING one nobody is handed a block, while those who have some keep them: a block that is freed
+leaves circulation, and with the last one the granule shrinks. It keeps its memory until then, so
+that it is there again at once when KV is short. Low numbers are wished for first.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class GranuleState(IntEnum):
     GROWING = 1
     USABLE = 2
     SHRINKING = 3
+    DRAINING = 4
 
 
 class BlockParking(Protocol):
@@ -38,6 +41,24 @@ class BlockParking(Protocol):
 
     def unpark(self, granule: int) -> None:
         """The granule has memory: its blocks may be handed out."""
+        ...
+
+    def in_use(self, granule: int) -> int:
+        """Blocks of a granule that requests hold."""
+        ...
+
+    def drain(self, granule: int) -> int:
+        """Take those blocks of a granule that are free out of circulation; how many are still in
+        use. With none the granule is parked. May be called again and again."""
+        ...
+
+    def refill(self, granule: int) -> None:
+        """Put back what `drain` took."""
+        ...
+
+    @property
+    def held_back(self) -> int:
+        """Free blocks with memory that nobody is handed: those of granules that drain."""
         ...
 
 
@@ -79,9 +100,9 @@ class GranuleLedger:
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks that have memory on every rank, without the null block; the last granule may be
-        short."""
-        usable = self.states == GranuleState.USABLE
+        """Blocks that have memory on every rank and are in circulation or drain, without the null
+        block; the last granule may be short."""
+        usable = (self.states == GranuleState.USABLE) | (self.states == GranuleState.DRAINING)
         beyond_last = len(usable) * self.granule_blocks - self.total_blocks
         blocks = int(np.count_nonzero(usable)) * self.granule_blocks
         return blocks - int(usable[0]) - int(usable[-1]) * beyond_last
@@ -109,6 +130,33 @@ class GranuleLedger:
                 self._set(granule, GranuleState.SHRINKING, step)
                 given += 1
         return given
+
+    def drain(self, count: int, parking: BlockParking, step: int) -> int:
+        """Let `count` more granules drain: those with the fewest blocks in use, then the highest.
+        Returns how many there were; one with none in use shrinks at once."""
+        if count <= 0:
+            return 0
+        usable = [granule for granule in self.having(GranuleState.USABLE) if granule]
+        chosen = sorted(usable, key=lambda granule: (parking.in_use(granule), -granule))[:count]
+        for granule in chosen:
+            self._set(granule, GranuleState.DRAINING, step)
+            self._drain(granule, parking, step)
+        return len(chosen)
+
+    def follow(self, parking: BlockParking, step: int) -> None:
+        """Granules that drain: what was freed leaves circulation, empty ones shrink."""
+        for granule in self.having(GranuleState.DRAINING):
+            self._drain(granule, parking, step)
+
+    def _drain(self, granule: int, parking: BlockParking, step: int) -> None:
+        if not parking.drain(granule):
+            self._set(granule, GranuleState.SHRINKING, step)
+
+    def refill(self, parking: BlockParking, step: int) -> None:
+        """KV is short: no granule drains any longer, and all their blocks may be handed out."""
+        for granule in self.having(GranuleState.DRAINING):
+            parking.refill(granule)
+            self._set(granule, GranuleState.USABLE, step)
 
     def hear(self, report: WorkerReport, parking: BlockParking) -> None:
         """Granules that all ranks back are unparked; those given back are parked for good."""

@@ -2,7 +2,8 @@
 
 vLLM is told of every block that could ever be backed. A parked block is in no queue and has no
 hash, so nobody can be given it; `num_gpu_blocks` of the pool counts the others, which makes usage
-and the prefix cache's reset see what is backed.
+and the prefix cache's reset see what is backed. Free blocks of a granule that drains are kept out
+likewise; those in use stay with their requests.
 Tested with vLLM 0.26 and 0.32. Relies on: BlockPool.{blocks, free_block_queue, null_block,
 num_gpu_blocks, evict_blocks}, FreeKVCacheBlockQueue.{remove, append_n}, KVCacheBlock.{ref_cnt,
 block_hash}.
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class ParkedBlocks:
@@ -25,12 +27,15 @@ class ParkedBlocks:
         self._pool = pool
         self._granule_blocks = granule_blocks
         self._total = len(pool.blocks)
+        # Of granules that drain: blocks out of circulation, and those in use when last looked at.
+        self._taken: dict[int, list[KVCacheBlock]] = {}
+        self._left: dict[int, list[KVCacheBlock]] = {}
         granules = range(-(-self._total // granule_blocks))
         for granule in sorted(set(granules) - set(usable)):
             if not self.park(granule):
                 raise AssertionError(f"blocks of granule {granule} are in use at start")
 
-    def _blocks(self, granule: int) -> list:
+    def _blocks(self, granule: int) -> list[KVCacheBlock]:
         first = granule * self._granule_blocks
         return self._pool.blocks[first : first + self._granule_blocks]
 
@@ -40,22 +45,61 @@ class ParkedBlocks:
         blocks = self._blocks(granule)
         if any(block.is_null or block.ref_cnt for block in blocks):
             return False
-        self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash})
-        for block in blocks:
-            self._pool.free_block_queue.remove(block)
-        self._pool.num_gpu_blocks -= len(blocks)
+        self._take(blocks)
         return True
 
     def unpark(self, granule: int) -> None:
         """Hand a granule's blocks back to the free queue."""
-        blocks = self._blocks(granule)
+        self._put_back(self._blocks(granule))
+
+    def _take(self, blocks: list[KVCacheBlock]) -> None:
+        """Out of the free queue and of the prefix cache."""
+        self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash})
+        for block in blocks:
+            self._pool.free_block_queue.remove(block)
+        self._pool.num_gpu_blocks -= len(blocks)
+
+    def _put_back(self, blocks: list[KVCacheBlock]) -> None:
         self._pool.num_gpu_blocks += len(blocks)
         self._pool.free_block_queue.append_n(blocks)
 
+    def in_use(self, granule: int) -> int:
+        """Blocks of a granule that requests hold (the null block counts as held)."""
+        return sum(1 for block in self._blocks(granule) if block.ref_cnt or block.is_null)
+
+    def drain(self, granule: int) -> int:
+        """Take the free blocks of a granule out of circulation; how many others there are. With
+        none it is parked, as by `park`."""
+        blocks = self._left.get(granule)
+        if blocks is None:
+            blocks = self._blocks(granule)
+        left = [block for block in blocks if block.ref_cnt or block.is_null]
+        free = [block for block in blocks if not (block.ref_cnt or block.is_null)]
+        if free:
+            self._take(free)
+            self._taken.setdefault(granule, []).extend(free)
+        self._left[granule] = left
+        if not left:
+            self._taken.pop(granule, None)
+            del self._left[granule]
+        return len(left)
+
+    def refill(self, granule: int) -> None:
+        """The free blocks of a granule that drains may be handed out again."""
+        self._left.pop(granule, None)
+        if taken := self._taken.pop(granule, None):
+            self._put_back(taken)
+
+    @property
+    def held_back(self) -> int:
+        """Free blocks with memory that nobody is handed, because their granules drain."""
+        return sum(map(len, self._taken.values()))
+
     @property
     def free_blocks(self) -> int:
-        """F_blk: backed blocks that no request holds, the null block not among them."""
-        return self._pool.get_num_free_blocks()
+        """F_blk: backed blocks that no request holds, the null block not among them; those held
+        back are some of them."""
+        return self._pool.get_num_free_blocks() + self.held_back
 
     def forget_prefixes(self) -> None:
         """Drop every cached prefix: what was computed at other bits is never reused."""
