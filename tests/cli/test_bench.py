@@ -77,7 +77,7 @@ def test_numbers_are_at_least_one(capsys, arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize("name", ["decode", "groups", "kernel", "movement"])
+@pytest.mark.parametrize("name", ["decode", "groups", "kernel", "movement", "shared_expert"])
 def test_what_needs_a_gpu_says_so(capsys, name):
     with pytest.raises(SystemExit) as ended:
         main(["bench", name])

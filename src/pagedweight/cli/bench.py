@@ -34,7 +34,7 @@ def command(
     if name in ("", "--help", "-h"):
         print("pagedweight bench NAME [ARGUMENTS]; NAME --help says more\n")
         for known_name, question in known.items():
-            print(f"  {known_name:<12} {question}")
+            print(f"  {known_name:<13} {question}")
         return
     if name not in known:
         raise UserError(f"there is no benchmark {name!r}; there are {listing(known, 20)}")
