@@ -40,12 +40,6 @@ class Blocks:
             out -= self.granule(granule)
         return sorted(out.difference(*self.drained.values()))
 
-    def park(self, granule):
-        if self.granule(granule) & self.used:
-            return False
-        self.parked.add(granule)
-        return True
-
     def unpark(self, granule):
         self.parked.remove(granule)
 

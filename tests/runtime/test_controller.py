@@ -194,8 +194,6 @@ def test_blocks_scattered_over_all_granules_keep_bits_low_and_the_engine_asleep(
     engine = Engine()
     run(engine, BURST)
     engine.blocks.used = {0, *range(2, 46, 2)}
-    parked = engine.blocks.park
-    engine.blocks.park = lambda granule: False
     for _ in range(40):
         engine.hear()
         demand = BlockDemand(len(engine.blocks.free()))
@@ -209,7 +207,6 @@ def test_blocks_scattered_over_all_granules_keep_bits_low_and_the_engine_asleep(
         engine.devices[0].run_uploads()
     else:
         raise AssertionError("it never goes to sleep")
-    engine.blocks.park = parked
     engine.idle()
     assert engine.bits() == [[6] * 16]
 

@@ -148,19 +148,16 @@ class Model:
 
 
 class Parking:
-    """`used` blocks from below are held by requests; a granule above them may be parked."""
+    """`used` blocks from below are held by requests; a granule above them has none in use."""
 
     def __init__(self, used: int, granule_blocks: int) -> None:
         self._used, self._granule_blocks = used, granule_blocks
-
-    def park(self, granule: int) -> bool:
-        return granule * self._granule_blocks > self._used
 
     def unpark(self, granule: int) -> None:
         """The blocks count as free from now on; nobody takes them here."""
 
     def in_use(self, granule: int) -> int:
-        return 0 if self.park(granule) else self._granule_blocks
+        return 0 if granule * self._granule_blocks > self._used else self._granule_blocks
 
     def drain(self, granule: int) -> int:
         return self.in_use(granule)

@@ -280,7 +280,6 @@ class Controller:
         short = np.maximum(0, pages - coming * each - returning)
         more = min(most, int((-(-short // each)).max()))
         given = granules.give_back(more, parking, self.step_number)
-        given += granules.drain(more - given, parking, self.step_number)
         return bool(given or coming or returning.any() or self._dispatch.under_way)
 
     @property

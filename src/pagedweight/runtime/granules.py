@@ -34,11 +34,6 @@ class GranuleState(IntEnum):
 class BlockParking(Protocol):
     """The engine's block pool, as the serving layer offers it."""
 
-    def park(self, granule: int) -> bool:
-        """Take all blocks of a granule out of circulation; False, and nothing done, when one of
-        them is in use."""
-        ...
-
     def unpark(self, granule: int) -> None:
         """The granule has memory: its blocks may be handed out."""
         ...
@@ -121,19 +116,8 @@ class GranuleLedger:
             self._set(granule, GranuleState.SHRINKING, step)
 
     def give_back(self, count: int, parking: BlockParking, step: int) -> int:
-        """Park up to `count` usable granules, highest first, that have no block in use."""
-        given = 0
-        for granule in reversed(self.having(GranuleState.USABLE)):
-            if given == count:
-                break
-            if granule and parking.park(granule):
-                self._set(granule, GranuleState.SHRINKING, step)
-                given += 1
-        return given
-
-    def drain(self, count: int, parking: BlockParking, step: int) -> int:
-        """Let `count` more granules drain: those with the fewest blocks in use, then the highest.
-        Returns how many there were; one with none in use shrinks at once."""
+        """Let up to `count` usable granules go: those with the fewest blocks in use, then the
+        highest. One with none in use shrinks at once, others drain. Returns how many there were."""
         if count <= 0:
             return 0
         usable = [granule for granule in self.having(GranuleState.USABLE) if granule]

@@ -27,8 +27,7 @@ class ParkedBlocks:
         self._pool = pool
         self._granule_blocks = granule_blocks
         self._total = len(pool.blocks)
-        # Of granules that drain: blocks out of circulation, and those in use when last looked at.
-        self._taken: dict[int, list[KVCacheBlock]] = {}
+        # Of granules that drain: blocks in use when last looked at; the others are taken out.
         self._left: dict[int, list[KVCacheBlock]] = {}
         granules = range(-(-self._total // granule_blocks))
         for granule in sorted(set(granules) - set(usable)):
@@ -70,30 +69,22 @@ class ParkedBlocks:
     def drain(self, granule: int) -> int:
         """Take the free blocks of a granule out of circulation; how many others there are. With
         none it is parked, as by `park`."""
-        blocks = self._left.get(granule)
-        if blocks is None:
-            blocks = self._blocks(granule)
+        blocks = self._left.pop(granule, None) or self._blocks(granule)
         left = [block for block in blocks if block.ref_cnt or block.is_null]
-        free = [block for block in blocks if not (block.ref_cnt or block.is_null)]
-        if free:
-            self._take(free)
-            self._taken.setdefault(granule, []).extend(free)
-        self._left[granule] = left
-        if not left:
-            self._taken.pop(granule, None)
-            del self._left[granule]
+        self._take([block for block in blocks if not (block.ref_cnt or block.is_null)])
+        if left:
+            self._left[granule] = left
         return len(left)
 
     def refill(self, granule: int) -> None:
         """The free blocks of a granule that drains may be handed out again."""
-        self._left.pop(granule, None)
-        if taken := self._taken.pop(granule, None):
-            self._put_back(taken)
+        left = {block.block_id for block in self._left.pop(granule)}
+        self._put_back([block for block in self._blocks(granule) if block.block_id not in left])
 
     @property
     def held_back(self) -> int:
         """Free blocks with memory that nobody is handed, because their granules drain."""
-        return sum(map(len, self._taken.values()))
+        return sum(len(self._blocks(granule)) - len(left) for granule, left in self._left.items())
 
     @property
     def free_blocks(self) -> int:
