@@ -10,6 +10,7 @@ import pytest
 from pagedweight.bench import pressure
 from pagedweight.bench.contestants import Budget
 from pagedweight.bench.models import model_config
+from pagedweight.bench.reference_damage import damage_of_levels
 from pagedweight.bench.service import Server, serve
 from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
@@ -138,7 +139,7 @@ def test_a_server_that_takes_too_long_is_given_up(tmp_path):
 def test_what_fixed_bits_cost_is_what_their_timeline_says(tiny_quantized):
     checkpoint = Checkpoint.open(tiny_quantized)
     damage = calibration_of(checkpoint).sensitivity.sum((0, 1, 2))
-    found = pressure.damage_of_levels(tiny_quantized)
+    found = damage_of_levels(tiny_quantized)
     assert [*found] == [*checkpoint.bits]
     assert [*found.values()] == pytest.approx((damage - damage[-1]).tolist(), rel=1e-3)
 

@@ -36,9 +36,9 @@ from pagedweight.bench.contestants import Budget, budget_of, check_name, own_fla
 from pagedweight.bench.decode import PEERS
 from pagedweight.bench.load import Ask, Load, Phase, draw, parse_lengths, python_topics
 from pagedweight.bench.outcome import BACK, Outcome, outcome
+from pagedweight.bench.reference_damage import beside_reference, damage_of_levels
 from pagedweight.bench.service import START_SECONDS, Server, Service, own_command
 from pagedweight.calibrate.text import read_text, tokenize
-from pagedweight.checkpoint.reader import Checkpoint
 from pagedweight.errors import UserError
 from pagedweight.runtime.timeline import Timeline, TimelineWriter
 from pagedweight.serving.options import parse_bytes
@@ -215,44 +215,8 @@ def run_all(
     return runs
 
 
-REFERENCE = 5
-"""Bits of the fixed precision that paged's mean damage is held against."""
-
-
-def damage_of_levels(checkpoint: Path) -> dict[int, float]:
-    """Predicted damage of every stored level for all blocks: what a timeline says of a server with
-    these fixed bits, at any time."""
-    from pagedweight.core.planner import PlanContext
-    from pagedweight.core.planner.score import predict_damage
-    from pagedweight.core.policy import Policy
-    from pagedweight.core.size_table import BlockIndex, SizeTable
-    from pagedweight.serving.elastic.record import damage_at
-    from pagedweight.serving.plans import calibration_of
-
-    found = Checkpoint.open(checkpoint)
-    index = BlockIndex(len(found.moe_layers), found.shape.experts)
-    sizes = SizeTable.of(found.shape, found.bits)
-    context = PlanContext.of(index, sizes, calibration_of(found), Policy())
-    rest = predict_damage(context, None)
-    return {
-        bits: float(f"{damage_at(context, rest, np.full(index.rows, bits, np.int32)):.6g}")
-        for bits in found.bits
-    }
-
-
-def beside_reference(run: Run, damage: Mapping[int, float]) -> dict[str, float | None]:
-    """Mean damage over that of REFERENCE bits, and the seconds in which the whole load may come
-    once, all others calm at the bits of the start, for that to be 1; None where there is none."""
-    of, reference = run.outcome, damage.get(REFERENCE)
-    if run.name != "paged" or run.timeline is None or not reference or of.mean_damage is None:
-        return {}
-    start = run.timeline.samples[0].damage
-    rest = reference - start
-    every = (of.mean_damage - start) * of.measured_s / rest if rest > 0 else None
-    return {
-        f"damage_over_static{REFERENCE}": round(of.mean_damage / reference, 3),
-        f"static{REFERENCE}_if_once_in_s": None if every is None else round(every, 1),
-    }
+def _beside_reference(run: Run, damage: Mapping[int, float]) -> dict[str, float | None]:
+    return beside_reference(run.outcome, run.timeline, damage) if run.name == "paged" else {}
 
 
 def record(
@@ -286,7 +250,7 @@ def record(
                 "policy": run.name,
                 "start_s": run.start_seconds,
                 **asdict(run.outcome),
-                **beside_reference(run, damage),
+                **_beside_reference(run, damage),
             }
             for run in runs
         ],
