@@ -136,8 +136,7 @@ def arguments(folder: Path, name: str, options: argparse.Namespace, config: dict
     if options.attention:
         found["attention_config"] = {"backend": options.attention}
     if name not in PEERS:
-        # One name for all plans, each in its engine's directory: these options are part of the key
-        # of vLLM's cache of compiled graphs, and the graph is the same at any bits.
+        # A relative name: `describe` writes each plan into its engine's directory.
         found["additional_config"] = ServeOptions(plan=PLAN).additional_config()
     return found
 
