@@ -27,7 +27,7 @@ def test_a_mixed_plan_has_the_bytes_of_its_uniform_one(name):
     uniform = decode.engine_plan(name[-1], 3, SHAPE)
     sizes = [decode.plan_bytes(plan, SHAPE) for plan in (mixed, uniform)]
     assert sizes[1] * 0.999 < sizes[0] <= sizes[1]
-    assert set(np.unique(mixed)) == set(decode.LEVELS)
+    assert set(np.unique(mixed)) == set(decode.SHARES[name])
     assert (decode.engine_plan(name, 3, SHAPE) == mixed).all()
 
 

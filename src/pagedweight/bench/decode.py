@@ -46,8 +46,13 @@ PEERS = ("bf16", "marlin_int4")
 ENGINES = (*PEERS, "3", "4", "5", "6", "mix4", "mix5")
 BATCHES = (1, 4, 16, 64)
 LEVELS = (3, 4, 5, 6)
-SHARES = {"mix4": (0.4, 0.3, 0.2, 0.1), "mix5": (0.1, 0.2, 0.3, 0.4)}
-"""Of the blocks at each of LEVELS, before blocks are lowered until the bytes are the uniform's."""
+SHARES = {
+    "mix3": {2: 0.27, 3: 0.45, 4: 0.22, 5: 0.05, 6: 0.01},
+    "mix4": {3: 0.4, 4: 0.3, 5: 0.2, 6: 0.1},
+    "mix5": {3: 0.1, 4: 0.2, 5: 0.3, 6: 0.4},
+}
+"""Of the blocks at each level, before blocks are lowered until the bytes are the uniform's. mix3 is
+about what elastic serving has at its floor; no engine here has it."""
 PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]
 KV_SLACK = 1.02
 KV_SPARE = 128
@@ -73,13 +78,14 @@ def engine_plan(name: str, layers: int, shape: LayerShape) -> Plan:
         return np.full(size, int(name), np.int8)
     budget = plan_bytes(np.full(size, int(name[-1]), np.int8), shape)
     random = np.random.default_rng(0)
-    plan = random.choice(np.int8(LEVELS), size, p=SHARES[name])
+    shares = SHARES[name]
+    plan = random.choice(np.int8(list(shares)), size, p=list(shares.values()))
     order = random.permutation(plan.size)
     sizes, flat = block_bytes(shape), plan.reshape(-1)
     excess = plan_bytes(plan, shape) - budget
     for at in order:
         kind, bits = at % 2, flat[at]
-        if excess > 0 and bits > LEVELS[0]:
+        if excess > 0 and bits > min(shares):
             excess -= int(sizes[kind, bits] - sizes[kind, bits - 1])
             flat[at] -= 1
     return plan

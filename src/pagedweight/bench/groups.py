@@ -3,7 +3,8 @@
 Decode gives each phase, gate_up and down, a group of 1, 2, 4 or 8 warps for a unit
 (`kernels/cuda/shapes.py`, `choose_groups`, whose tables come from this). Timed as `bench kernel`
 times, at uniform 4 bits, at bench decode's mix of 3 to 6 bits with the same bytes (mix4), and with
-one linear block in N at 3 or 5 bits (4+N). Every pair's output is compared with float64.
+one linear block in N at 3 or 5 bits (4+N); and at uniform 3 bits beside a mix of 2 to 6 bits with
+the same bytes (mix3). Every pair's output is compared with float64.
 
     pagedweight bench groups [--shape qwen1.5-moe] [--bits 4 mix4] [--json DIR]
 """
@@ -44,14 +45,14 @@ from pagedweight.kernels.cuda.shapes import (
 )
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-BITS = ("4", "mix4", "4+2", "4+4", "4+8", "4+16")
+BITS = ("4", "mix4", "4+2", "4+4", "4+8", "4+16", "3", "mix3")
 PAIRS = ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 3))
 """log2 of the warps that share a unit of gate_up and of down."""
 RESULT = "kernel_groups.json"
 ABOUT = (
     "Microseconds a layer by pair: log2 of the warps that share a unit of gate_up, then of down; "
-    "auto is choose_groups's choice at the time. Bits mix4: of bench decode; 4+N: one linear block "
-    "in N at 3 or 5. relative_error: the largest of any pair."
+    "auto is choose_groups's choice at the time. Bits mix3, mix4: of bench decode; 4+N: one linear "
+    "block in N at 3 or 5. relative_error: the largest of any pair."
 )
 
 

@@ -40,7 +40,7 @@ MODEL = "qwen1.5-moe"
 WIDE = 5632
 """Intermediate size of its shared expert."""
 BATCHES = (1, 4, 16, 64)
-SPARED = (0, 4, 8, 16, 32)
+SPARED = (0, 8, 16, 32, 48, 66)
 RESULT = "shared_expert.json"
 Routed = Callable[[Tokens], None]
 
