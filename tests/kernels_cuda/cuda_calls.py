@@ -25,13 +25,15 @@ class Call:
     ids: torch.Tensor
     activation: str = "silu"
 
-    def run(self, kernel, stats=None, num_tokens=None, rows=slice(None), out_dtype=None):
+    def run(
+        self, kernel, stats=None, num_tokens=None, rows=slice(None), out_dtype=None, beside=False
+    ):
         """The output [T, H] for the tokens `rows`; what is not written stays NaN."""
         x, layer = self.x[rows].contiguous(), self.layer
         weights, ids = self.weights[rows].contiguous(), self.ids[rows].contiguous()
         out = torch.full_like(x, float("nan"), dtype=out_dtype or x.dtype)
         args = (layer.shape, layer.table, layer.table_dtype, self.activation)
-        kernel(x, weights, ids, *args, out, stats, num_tokens)
+        kernel(x, weights, ids, *args, out, stats, num_tokens, beside)
         return out
 
     def truth(self, stats=None, num_tokens=None):

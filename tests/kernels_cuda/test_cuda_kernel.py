@@ -7,7 +7,7 @@ from cuda_calls import make_call
 from pagedweight.core.geometry import LayerShape
 from pagedweight.kernels.cuda import decode
 from pagedweight.kernels.cuda import kernel as binding
-from pagedweight.kernels.cuda.kernel import CudaKernel
+from pagedweight.kernels.cuda.kernel import CudaKernel, describe
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -181,6 +181,28 @@ def test_repeats_and_statistics_do_not_change_a_bit(gpu, kernel):
     for _ in range(20):
         assert torch.equal(call.run(kernel), first)
     assert torch.equal(call.run(kernel, call.stats()), first)
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 64, 300])
+def test_work_beside_does_not_change_a_bit(gpu, kernel, tokens):
+    call = make_call(gpu, LayerShape(30, 256, 192), tokens, 4)
+    assert torch.equal(call.run(kernel, beside=True), call.run(kernel))
+
+
+def test_processors_are_left_to_work_beside(gpu, kernel, monkeypatch):
+    launched = []
+
+    def launch(function, blocks, *arguments):
+        launched.append(blocks)
+        real(function, blocks, *arguments)
+
+    real = decode.launch
+    monkeypatch.setattr(decode, "launch", launch)
+    call, processors = make_call(gpu, SMALL, 3, 2), describe(0).processors
+    for beside in (False, True):
+        call.run(kernel, beside=beside)
+    assert launched[0] % processors == 0
+    assert launched[1] == launched[0] // processors * (processors - processors // 16)
 
 
 def test_a_token_has_the_same_bits_in_any_small_batch(gpu, kernel):

@@ -29,6 +29,7 @@ from pagedweight.kernels.cuda.shapes import (
     most_pairs,
     plan_bytes,
     prefill_shared_bytes,
+    spared_processors,
 )
 
 H200 = Device(0, (9, 0), 132, 232448)
@@ -133,6 +134,10 @@ MEASURED = json.loads(
 )
 MIXED = {"4": [False], "4+16": [False], "4+8": [False, True], "4+4": [True], "4+2": [True]}
 """Of a row's bits; with one other block in eight a phase of a layer may be either."""
+
+
+def test_a_sixteenth_of_the_processors_is_left_to_few_tokens():
+    assert [spared_processors(H200, tokens) for tokens in (1, 64, 65)] == [8, 8, 0]
 
 
 def _over_best(routing: str) -> dict[tuple, float]:

@@ -143,6 +143,7 @@ CONTRACT = (
     Uses("vllm/v1/executor/ray_executor_v2.py", "RayExecutorV2"),
     Uses("vllm/v1/executor/ray_executor_v2.py", "RayWorkerProc"),
     Uses("vllm/envs.py", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"),
+    Uses("vllm/envs.py", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
     Uses("vllm/v1/engine/llm_engine.py", "LLMEngine.add_request", ("request_id", "prompt")),
     Uses("vllm/v1/engine/llm_engine.py", "LLMEngine.has_unfinished_requests"),
     Uses("vllm/v1/engine/llm_engine.py", "LLMEngine.step"),

@@ -60,10 +60,12 @@ def call(
     t: Tokens,
     stats: LayerStats | None = None,
     out: torch.Tensor | None = None,
+    beside: bool = False,
 ) -> None:
     """One call of a `MoEKernel` on a layer."""
     args = (model.layer, layer.table, DTYPE, model.activation)
-    kernel(t.x, t.weights, t.ids, *args, t.out if out is None else out, stats)
+    to = t.out if out is None else out
+    kernel(t.x, t.weights, t.ids, *args, to, stats, beside=beside)
 
 
 def float64_output(model: ModelShape, layer: RandomLayer, t: Tokens) -> torch.Tensor:

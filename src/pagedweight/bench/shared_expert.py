@@ -6,12 +6,10 @@ Orders, in microseconds a layer of Qwen1.5-MoE's shape with the router's product
 
     routed, shared    each alone
     serial            one after the other
-    vllm              on two streams as vLLM has them; vllm-N: on N processors fewer for the routed
+    vllm              on two streams as vLLM has them; vllm-N: N processors left to the shared one
     late              the second stream forks behind the choice of experts
 
     pagedweight bench shared_expert [--bits 4 mix4] [--marlin] [--json DIR]
-
-Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -40,7 +37,7 @@ MODEL = "qwen1.5-moe"
 WIDE = 5632
 """Intermediate size of its shared expert."""
 BATCHES = (1, 4, 16, 64)
-SPARED = (0, 8, 16, 32, 48, 66)
+SPARED = (0, 4, 8, 12, 16)
 RESULT = "shared_expert.json"
 Routed = Callable[[Tokens], None]
 
@@ -76,16 +73,8 @@ def choose(x: torch.Tensor, router: torch.Tensor, top_k: int) -> None:
 
 @contextmanager
 def sparing(processors: int) -> Iterator[None]:
-    """Decode is launched on so many processors fewer."""
-    launch, groups = decode.launch, decode.choose_groups
-
-    def fewer(function: Any, blocks: int, threads: int, stream: int, params: Any) -> None:
-        launch(function, blocks - processors, threads, stream, params)
-
-    def as_for_fewer(shape: Any, tokens: int, top_k: int, build: Any, had: int, mixed: bool) -> Any:
-        return groups(shape, tokens, top_k, build, had - processors, mixed)
-
-    with patch.object(decode, "launch", fewer), patch.object(decode, "choose_groups", as_for_fewer):
+    """Decode leaves so many processors to what is beside it."""
+    with patch.object(decode, "spared_processors", lambda *_: processors):
         yield
 
 
@@ -157,7 +146,7 @@ def routed_layers(name: str, model: ModelShape, gen: torch.Generator) -> list[Ro
         return [MarlinLayer.make(model, gen) for _ in range(model.layers)]
     kernel = CudaKernel()
     made = [make_layer(model.layer, bits, DTYPE, gen) for bits in layer_bits(name, model)]
-    return [lambda t, layer=layer: call(kernel, model, layer, t) for layer in made]
+    return [lambda t, layer=layer: call(kernel, model, layer, t, beside=True) for layer in made]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

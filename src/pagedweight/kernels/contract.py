@@ -83,6 +83,8 @@ class MoEKernel(Protocol):
     stats:        None, or accumulators to add this call's real tokens to.
     num_tokens:   None, or an int64 [1] tensor: tokens at and beyond it are graph padding; they are
                   computed like the others but left out of `stats`.
+    beside:       other work of this layer, a shared expert, runs on a second stream meanwhile; a
+                  kernel may leave it room. Changes no result.
 
     Sums are in float32; `act(gate) * up` is rounded once to x's dtype between the two linear
     blocks, and the weighted sum over choices once at the end. The order of additions depends on
@@ -102,4 +104,5 @@ class MoEKernel(Protocol):
         out: torch.Tensor,
         stats: LayerStats | None = None,
         num_tokens: torch.Tensor | None = None,
+        beside: bool = False,
     ) -> None: ...

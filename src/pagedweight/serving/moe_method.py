@@ -5,7 +5,8 @@ layer fills its part of the process's expert store straight from the checkpoint 
 Tested with vLLM 0.26 and 0.32. Relies on: FusedMoEMethodBase.{create_weights,
 process_weights_after_loading, get_fused_moe_quant_config, apply}, FusedMoEConfig.{activation,
 moe_parallel_config, experts_per_token}, RoutedExperts.{expert_map, global_num_experts,
-apply_router_weight_on_input}, SchedulerConfig.max_num_batched_tokens.
+apply_router_weight_on_input}, SchedulerConfig.max_num_batched_tokens,
+envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -107,4 +109,5 @@ class PagedWeightMoEMethod(FusedMoEMethodBase):
         """Routed output [T, H], not yet reduced over ranks."""
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
-        return torch.ops.pagedweight.routed_experts(x, topk_weights, topk_ids, self.handle)
+        beside = shared_experts is not None and not envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM
+        return torch.ops.pagedweight.routed_experts(x, topk_weights, topk_ids, self.handle, beside)

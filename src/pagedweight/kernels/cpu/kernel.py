@@ -99,6 +99,7 @@ class CpuKernel:
         out: torch.Tensor,
         stats: LayerStats | None = None,
         num_tokens: torch.Tensor | None = None,
+        beside: bool = False,
     ) -> None:
         check_call(x, topk_weights, topk_ids, shape, table, table_dtype, activation, out, stats)
         tokens = x.shape[0]

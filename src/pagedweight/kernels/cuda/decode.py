@@ -19,6 +19,7 @@ from pagedweight.kernels.cuda.shapes import (
     choose_token_groups,
     is_few,
     pairs_at,
+    spared_processors,
     window_of,
 )
 
@@ -51,9 +52,18 @@ def load_decode_groups(
 
 
 def launch_decode(
-    device: Device, shape: LayerShape, bf16: bool, table_bf16: bool, params: Params, stream: int
+    device: Device,
+    shape: LayerShape,
+    bf16: bool,
+    table_bf16: bool,
+    params: Params,
+    stream: int,
+    beside: bool = False,
 ) -> None:
-    """Queue one call of at most `shapes.most_pairs` routed pairs, in the device's context."""
+    """Queue one call of at most `shapes.most_pairs` routed pairs, in the device's context.
+
+    beside: see `MoEKernel`.
+    """
     tokens, top_k = params.tokens, params.top_k
     build: Build | GroupBuild
     if is_few(shape, tokens, top_k):
@@ -70,4 +80,6 @@ def launch_decode(
     params.log_group_gate_up, params.log_group_down = alike
     params.log_group_gate_up_mixed, params.log_group_down_mixed = mixed
     params.pairs_at = pairs_at(tokens * top_k, shape.experts)
+    if beside:
+        blocks -= spared_processors(device, tokens) * (blocks // device.processors)
     launch(function, blocks, build.threads, stream, params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -80,6 +80,7 @@ class CudaKernel:
         out: torch.Tensor,
         stats: LayerStats | None = None,
         num_tokens: torch.Tensor | None = None,
+        beside: bool = False,
     ) -> None:
         check_call(x, topk_weights, topk_ids, shape, table, table_dtype, activation, out, stats)
         if x.shape[0] == 0:
@@ -94,7 +95,7 @@ class CudaKernel:
             stream = torch.cuda.current_stream().cuda_stream
             types = (x.dtype == torch.bfloat16, table_dtype == torch.bfloat16)
             wide = is_prefill(shape, *topk_ids.shape, device)
-            start = launch_prefill if wide else launch_decode
+            start = launch_prefill if wide else partial(launch_decode, beside=beside)
             for first, tokens in slices(shape, *topk_ids.shape, wide):
                 params.first_token, params.tokens = first, tokens
                 params.x, params.out = x[first].data_ptr(), out[first].data_ptr()

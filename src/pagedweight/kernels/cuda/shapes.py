@@ -242,6 +242,17 @@ def choose_groups(
     return min(gate, most), min(down + longer, most)
 
 
+def spared_processors(device: Device, tokens: int) -> int:
+    """Multiprocessors that decode leaves to what runs on a second stream meanwhile.
+
+    Without them a shared expert's products wait for decode's thread blocks, or they for it, which
+    have their first units by number: measured on an H200 (benchmarks/results/shared_expert.json).
+    """
+    return device.processors // 16 if tokens <= SPARING_TOKENS else 0
+
+
+SPARING_TOKENS = 64
+"""Most tokens with which that has been measured to pay."""
 LONG_ROW = 64
 """Column tiles of a long row."""
 REST = float("inf")

@@ -73,6 +73,7 @@ class ReferenceKernel:
         out: torch.Tensor,
         stats: LayerStats | None = None,
         num_tokens: torch.Tensor | None = None,
+        beside: bool = False,
     ) -> None:
         total = torch.zeros(x.shape, dtype=self.dtype, device=x.device)
         real = x.shape[0] if num_tokens is None else int(num_tokens)
