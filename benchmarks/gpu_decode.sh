@@ -3,6 +3,7 @@
 # measured, what vLLM said into LOGS/PART.log (LOGS: SCRATCH/logs).
 # usage: [LIMIT=SECONDS] [LOGS=FOLDER] [GEMMA_PATH=FOLDER] benchmarks/gpu_decode.sh RESULTS SCRATCH [PART...]
 #   parts: float16 qwen mixtral gemma (the default) mixtral-whole;  SCRATCH takes 35 GB (75 with mixtral-whole)
+#   seen on one H200: gemma 168 s, mixtral 151 s, their checkpoints 21 and 23 s before that
 #   LIMIT: no part starts or goes on after so many seconds (default 1800)
 #   GEMMA_PATH: a folder that comes first on PYTHONPATH for gemma. vLLM 0.26 reads Gemma 4's config with transformers before 5.15 only:
 #   pip install --no-deps --target FOLDER transformers==5.14.1 tokenizers==0.22.2

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Elastic memory on a GPU of 141 GB. Parts may be named one by one, each of use alone and with a bound on its time; without
-# names all run, in this order: first what has not run to its end yet. A part that fails or runs out of time is said, and the
-# next one begins. Seconds: seen on one H200 with 16 cores (about: expected from what was seen), and the bound.
+# names all run, in this order. A part that fails or runs out of time is said, and the next one begins.
+# Seconds: seen on one H200 with 16 cores (about: expected from what was seen), and the bound.
 #
 #   prepare      random weights in the shape of Qwen1.5-MoE, whole and with four layers              25, 120 at most
-#   movement     pages a step, then smaller batches of rows; one engine each                   about 80, 150
-#   pressure32   paged and bf16 within 32 GiB: 70 to start, 20 and 50 of load                 about 155, 260
+#   movement     pages a step, then smaller batches of rows; one engine each                     39 + 18, 150
+#   pressure32   paged and bf16 within 32 GiB: 110 to start, 20 and 50 of load                       201, 260
 #   pressure16   the same within 16 GiB without 6 bits, which leave KV too little             about 230, 330
 #   checks       the device; then side by side a rank, compute-sanitizer, the engine under
-#                both runners: nothing is timed                                                about 180, 240
+#                both runners: nothing is timed                                             13, then 146, 240
 #   pressure24   paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB: 107 to start, 37 each            290, 400
 #   graphs       paged and 3 bits within 24 GiB with graphs for up to 1,024 tokens             about 160, 260
 #   soak         300 s of steps, every byte compared in the end                                      400, 560
