@@ -30,6 +30,7 @@ class Engine:
         self.granule_blocks, self.block_bytes, self.granules = BLOCKS, 1 << 20, MOST
         self.setting = SimpleNamespace(memory=1 << 30)
         self.usable, self.host_seconds, self.steps, self.moved = START, [], 0, 0
+        self.host_parts = []
         counters = SimpleNamespace(as_dict=lambda: dict.fromkeys(NAMES, self.moved))
         self.worker = SimpleNamespace(counters=counters, pages_per_step=None)
         self.controller = SimpleNamespace(granules=self, status=None)
@@ -51,6 +52,7 @@ class Engine:
         elif left > POLICY.reload_blocks and self.usable > START:
             self.usable -= 1
         self.host_seconds.append(1e-3)
+        self.host_parts.append({"plan": 4e-4, "map": 1e-4})
         self.steps += 1
         return self.steps * 2e-3
 
@@ -75,6 +77,8 @@ def test_all_repeats_count_but_the_first(engine):
     for way in movement.WAYS:
         assert row[f"{way}_step_p99_ms"] == pytest.approx(2.0)
         assert row[f"{way}_host_max_ms"] == pytest.approx(1.0)
+    assert row["to_kv_parts_ms"] == {"plan": 2.0, "map": 0.5, "rest": 2.5}
+    assert row["back_worst_parts_ms"] == {"plan": 0.4, "map": 0.1, "rest": 0.5}
     assert engine.usable == START
     there = movement.SETTLING_STEPS + movement.THERE_STEPS
     assert engine.steps == 4 * (5 + there + 5)
@@ -95,7 +99,8 @@ def test_a_row_for_every_limit_and_size_as_it_is_measured(engine, monkeypatch, c
         limits.append(engine.worker.pages_per_step)
 
     sizes = [BLOCKS / 1024, 2 * BLOCKS / 1024]
-    movement.run(SimpleNamespace(page_bytes=16 << 20), sizes, [12, 0], 2, told)
+    setting = SimpleNamespace(page_bytes=16 << 20, rows_per_batch=8)
+    movement.run(setting, sizes, [12, 0], 2, told)
     small, large = BLOCKS << 20, 2 * BLOCKS << 20
     assert rows == [(12, small), (12, large), (None, small), (None, large)]
     assert limits == [12, 12, None, None, "closed"]

@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def measure(engine: MovementEngine, nbytes: int, repeats: int) -> dict[str, Any]
     for way in WAYS:
         pooled = {kind: [t for f in runs for t in f[way][kind]] for kind in ("times", "host")}
         row |= {f"{way}_{name}": value for name, value in _spread(pooled).items()}
+        row[f"{way}_parts_ms"], row[f"{way}_worst_parts_ms"] = _parts([f[way] for f in runs])
     for name in ("uploaded_bytes", "compacted_bytes", "rolled_back", "reclaimed_pages"):
         row[name] = int(np.median([found["counted"][name] for found in runs]))
     return row
@@ -94,7 +96,29 @@ def _until(
         if now - start > PATIENCE:
             raise RuntimeError(f"not there after {PATIENCE} s: {engine.controller.status}")
     host = engine.host_seconds[first:]
-    return {"seconds": last - start, "steps": len(times), "times": times, "host": host}
+    parts = engine.host_parts[first:]
+    return {
+        "seconds": last - start,
+        "steps": len(times),
+        "times": times,
+        "host": host,
+        "parts": parts,
+    }
+
+
+def _parts(runs: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of the host's by part: of all steps of a way, on average over `runs`; and of the
+    step that took it longest. What is left of the host's time is `rest`."""
+
+    def split(host: float, parts: Sequence[dict[str, float]], runs: int) -> dict[str, float]:
+        sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+        sums["rest"] = host - sum(sums.values())
+        return {name: round(1e3 * seconds / runs, 3) for name, seconds in sums.items()}
+
+    steps = [(host, part) for r in runs for host, part in zip(r["host"], r["parts"], strict=True)]
+    worst = max(steps, key=lambda step: step[0])
+    together = split(sum(host for host, _ in steps), [part for _, part in steps], len(runs))
+    return together, split(worst[0], [worst[1]], 1)
 
 
 def _spread(run: dict[str, Any]) -> dict[str, float]:
@@ -159,7 +183,9 @@ def show(row: dict[str, Any], still: dict[str, float]) -> str:
         f"({row['to_kv_worst_ms']:.1f} at most) in {row['to_kv_steps']:3d} steps, back "
         f"{row['back_ms']:8.1f} ms in {row['back_steps']:4d}; {row['rolled_back']} refused\n"
         f"   step p50/p99/max ms: {ways}, {steps('', still)} still; "
-        f"host at most {row['to_kv_host_max_ms']:.2f}, {row['back_host_max_ms']:.2f} ms"
+        f"host at most {row['to_kv_host_max_ms']:.2f}, {row['back_host_max_ms']:.2f} ms\n"
+        f"   host to KV, all and longest step, ms: {row['to_kv_parts_ms']} "
+        f"{row['to_kv_worst_parts_ms']}"
     )
 
 
@@ -185,7 +211,11 @@ def run(
         for gib in sizes:
             row = measure(engine, int(gib * GIB), repeats)
             print(show(row, still), flush=True)
-            about = {"page_bytes": setting.page_bytes, "pages_per_step": most or None}
+            about = {
+                "page_bytes": setting.page_bytes,
+                "pages_per_step": most or None,
+                "rows_per_batch": setting.rows_per_batch,
+            }
             told({**about, **row, **{f"still_{name}": value for name, value in still.items()}})
     engine.close()
 
@@ -208,7 +238,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("--memory-gib", positive_float, 16.0, "of experts and KV together"),
         ("--batch", positive, Setting.batch, "tokens in a step"),
         ("--reserve-rows", positive, Setting.reserve_rows, "rows that the reserve can lower"),
-        ("--rows-per-batch", positive, Setting.rows_per_batch, "rows moved together"),
         ("--repeats", positive, 8, "of each size, after one that is not counted"),
     ):
         parser.add_argument(name, type=kind, default=default, help=f"{meaning} (%(default)s)")
@@ -217,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("--gib", positive_float, [0.25, 1.0, 4.0], "what KV asks for at once"),
         ("--page-mib", positive, [16], "sizes of a page"),
         ("--pages-per-step", int, [GPU_PAGES_PER_STEP], "most pages a step; 0: no limit"),
+        ("--rows-per-batch", positive, [Setting.rows_per_batch], "rows moved together"),
     ):
         shown = f"{meaning} (%(default)s)"
         parser.add_argument(name, type=each, nargs="+", default=several, help=shown)
@@ -240,16 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def told(row: dict[str, Any]) -> None:
         """Written as they come: a long measurement may be cut short."""
-        record["rows"].append({**row, "rows_per_batch": asked.rows_per_batch})
+        record["rows"].append(row)
         if path:
             write_record(path, record)
 
-    for mib in asked.page_mib:
+    for mib, rows in product(asked.page_mib, asked.rows_per_batch):
         setting = Setting(
             SHAPES[asked.shape],
             memory=int(asked.memory_gib * GIB),
             reserve_rows=asked.reserve_rows,
-            rows_per_batch=asked.rows_per_batch,
+            rows_per_batch=rows,
             batch=asked.batch,
             page_bytes=mib << 20,
         )

@@ -11,8 +11,9 @@ the scheduler knows, as with vLLM's asynchronous scheduling:
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -170,8 +171,41 @@ class Parking:
         return 0
 
 
+WATCHED = {"map": "map", "unmap": "unmap", "upload": "upload", "move_slots": "moves"}
+"""Methods of pages and of the device, and what their time is called."""
+
+
+class Watch:
+    """Seconds by name since `take`."""
+
+    def __init__(self) -> None:
+        self._spent: Counter[str] = Counter()
+
+    def over(self, owner: object, method: str) -> None:
+        """From now on count the time of a method of `owner`."""
+        timed, name = getattr(owner, method), WATCHED[method]
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return timed(*arguments, **named)
+            finally:
+                self._spent[name] += time.perf_counter() - began
+
+        setattr(owner, method, call)
+
+    def take(self) -> dict[str, float]:
+        """What was spent, and begin anew."""
+        spent = {name: self._spent[name] for name in WATCHED.values()}
+        self._spent.clear()
+        return spent
+
+
 class MovementEngine:
-    """`step` runs one step for `pending` waiting blocks; times are seconds on the host's clock."""
+    """`step` runs one step for `pending` waiting blocks; times are seconds on the host's clock.
+
+    host_seconds: of each step, for plan and memory; host_parts: of them, the plan and `WATCHED`.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -201,6 +235,12 @@ class MovementEngine:
         self.parking = Parking(64, self.granule_blocks)
         self._flying: deque[tuple[torch.cuda.Event, WorkerReport]] = deque()
         self.host_seconds: list[float] = []
+        self.host_parts: list[dict[str, float]] = []
+        self._watch = Watch()
+        for owner, method in zip(
+            (device.pages, device.pages, device, device), WATCHED, strict=True
+        ):
+            self._watch.over(owner, method)
 
     @property
     def block_bytes(self) -> int:
@@ -248,8 +288,10 @@ class MovementEngine:
         began = time.perf_counter()
         demand = BlockDemand(self.free_blocks(), pending, min(pending, 8))
         plan = self.controller.step(demand, self.parking)
+        planned = time.perf_counter() - began
         self.worker.apply(plan)
         self.host_seconds.append(time.perf_counter() - began)
+        self.host_parts.append({"plan": planned, **self._watch.take()})
         self.model.launch()
         event = torch.cuda.Event(blocking=True)
         event.record()
