@@ -4,7 +4,7 @@
 # Seconds: seen on one H200 with 16 cores (about: expected from what was seen), and the bound.
 #
 #   prepare      random weights in the shape of Qwen1.5-MoE, whole and with four layers              25, 120 at most
-#   movement     pages a step, then smaller batches of rows; one engine each                     39 + 18, 150
+#   movement     batches of rows, one engine each, and pages a step                           about 80, 120
 #   pressure32   paged and bf16 within 32 GiB: 110 to start, 20 and 50 of load                       201, 260
 #   pressure16   the same within 16 GiB without 6 bits, which leave KV too little             about 230, 330
 #   checks       the device; then side by side a rank, compute-sanitizer, the engine under
@@ -41,11 +41,12 @@ prepare() {
   [ -e "$small/pagedweight.json" ] || bounded 60 prepare-small python3 tests/serving/gpu_cases.py "$small"
 }
 
+rows=(128 256 512) pages=(12 24) repeats=8
 movement() { # rows of earlier settings stay in the file
   local json=(--json "$results" --add)
   [ -e "$results/movement.json" ] || cp benchmarks/results/movement.json "$results"
-  bounded 90 movement python3 -m pagedweight.bench.movement "${json[@]}" --pages-per-step 24 16 12 --gib 1 0.25 --repeats 10
-  bounded 60 movement-256 python3 -m pagedweight.bench.movement "${json[@]}" --pages-per-step 16 --gib 1 4 --repeats 5 --rows-per-batch 256
+  bounded 120 movement python3 -m pagedweight.bench.movement "${json[@]}" \
+    --rows-per-batch "${rows[@]}" --pages-per-step "${pages[@]}" --gib 1 0.25 --repeats "$repeats"
 }
 
 flags=(--max-model-len 4096 --max-num-seqs 256 --max-num-batched-tokens 4096 --stream-interval 4)
@@ -68,7 +69,7 @@ pressure() { # GIB BOUND PHASES POLICY...; sizes: tokens of captured graphs; as:
 burst="calm:3:5 burst:12:22 calm:9:5 long:4:8:1536-2048:192-320 calm:4:5"
 pressure24() { pressure 24 400 "$burst" paged static3 static6 static4 marlin_int4; }
 graphs() { local sizes="$sizes, 384, 512, 768, 1024" as=-graphs && pressure 24 260 "$burst" paged static3; }
-pressure16() { pressure 16 330 "calm:2:2 burst:9:12 calm:6:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 static4 marlin_int4; }
+pressure16() { pressure 16 330 "calm:2:2 burst:9:12 calm:6:2 long:3:2:1536-2048:192-320 calm:2:2" paged static3 marlin_int4 static4; }
 pressure32() { pressure 32 260 "calm:2:5 burst:7:30 calm:6:5" paged bf16; }
 
 checks() {

@@ -43,19 +43,20 @@ def test_pairs_divide_the_warps_of_the_thread_block():
 
 
 def test_every_pair_is_forced_in_turn_and_the_choice_is_our_own_again(monkeypatch):
-    seen, own = [], decode.choose_groups
+    seen, own = [], decode.group_table
     monkeypatch.setattr(groups, "token_sets", lambda *_: [None])
     monkeypatch.setattr(groups, "float64_output", lambda *_: None)
     monkeypatch.setattr(groups, "describe", lambda _: H200)
     monkeypatch.setattr(groups, "relative_error", lambda *_: 0.001 * (1 + len(seen)))
 
     def timed(*_):
-        seen.append(None if decode.choose_groups is own else decode.choose_groups(1, 2))
+        forced = None if decode.group_table is own else decode.group_table(1, 2)
+        seen.append(forced and forced[0][1])
         return len(seen)
 
     monkeypatch.setattr(groups, "time_ours", timed)
     row = groups.measure(None, SHAPES["qwen1.5-moe"], [None], 4, "uniform")
     assert seen == [None, *groups.PAIRS]
-    assert decode.choose_groups is own
+    assert decode.group_table is own
     keys = ["auto", *(f"{a}{b}" for a, b in groups.PAIRS)]
     assert row == {"us": dict(zip(keys, range(1, 11), strict=True)), "relative_error": 0.01}

@@ -14,6 +14,7 @@ from pagedweight.core.geometry import LayerShape
 from pagedweight.kernels.cuda import decode
 from pagedweight.kernels.cuda import kernel as binding
 from pagedweight.kernels.cuda.kernel import CudaKernel
+from pagedweight.kernels.cuda.shapes import MANY
 
 SMALL, MORE = LayerShape(5, 130, 70), LayerShape(12, 192, 80)
 KERNEL = CudaKernel()
@@ -32,10 +33,10 @@ def run_decode() -> None:
     binding.is_prefill = lambda *_: False
     decode.is_few = lambda *_: True
     for groups in ((0, 0), (0, 1), (1, 1), (2, 3)):
-        decode.choose_groups = lambda *_, logs=groups: logs
+        decode.group_table = lambda *_, logs=groups: ((MANY, logs),)
         run(SMALL, 7, 2, planes=8)
         run(MORE, 21, 3)
-    decode.choose_groups = lambda *args: (2, 1) if args[-1] else (0, 1)
+    decode.group_table = lambda *args: ((4, (1, 1)), (MANY, (2, 1) if args[-1] else (0, 1)))
     run(MORE, 21, 3)
     for bits in range(2, 9):
         run(SMALL, 3, 2, low=bits, planes=bits)
@@ -48,7 +49,7 @@ def run_groups() -> None:
     for token_groups in (1, 2, 3, 4):
         decode.choose_token_groups = lambda *_, count=token_groups: count
         for groups in ((0, 0), (1, 2), (2, 1)):
-            decode.choose_groups = lambda *_, logs=groups: logs
+            decode.group_table = lambda *_, logs=groups: ((MANY, logs),)
             run(SMALL, 40, 2, planes=8)
     run(MORE, 45, 3)
 

@@ -8,6 +8,7 @@ from pagedweight.core.geometry import LayerShape
 from pagedweight.kernels.cuda import decode
 from pagedweight.kernels.cuda import kernel as binding
 from pagedweight.kernels.cuda.kernel import CudaKernel, describe
+from pagedweight.kernels.cuda.shapes import MANY
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -82,7 +83,7 @@ def test_prefill_at_any_size(gpu, kernel, monkeypatch, tokens, experts, planes):
     "groups", [(0, 0), (0, 2), (1, 1), (2, 3), (3, 3), (1, 0), (2, 1), (3, 0), (3, 2)]
 )
 def test_groups_of_warps_share_units(gpu, kernel, monkeypatch, groups, few):
-    monkeypatch.setattr(decode, "choose_groups", lambda *_: groups)
+    monkeypatch.setattr(decode, "group_table", lambda *_: ((MANY, groups),))
     monkeypatch.setattr(decode, "is_few", lambda *_: few)
     monkeypatch.setattr(decode, "choose_token_groups", lambda *_: 1)
     for shape in (SMALL, LayerShape(20, 512, 320)):
@@ -93,7 +94,7 @@ def test_groups_of_warps_share_units(gpu, kernel, monkeypatch, groups, few):
 
 
 def _by_kind(alike, mixed):
-    return lambda *args: mixed if args[-1] else alike
+    return lambda *args: ((MANY, mixed if args[-1] else alike),)
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -113,7 +114,28 @@ def test_a_phase_takes_its_groups_by_its_blocks(
     pair = tuple((mixed if others[kind] == 4 else alike)[kind] for kind in (0, 1))
     outs = []
     for at_alike, at_mixed in ((alike, mixed), (pair, pair), (mixed, alike)):
-        monkeypatch.setattr(decode, "choose_groups", _by_kind(at_alike, at_mixed))
+        monkeypatch.setattr(decode, "group_table", _by_kind(at_alike, at_mixed))
+        outs.append(call.check(kernel))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])  # another order of sums shows in float16
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("hit, pair", [(9, (0, 1)), (10, (2, 3)), (29, (2, 3)), (30, (1, 0))])
+def test_groups_are_taken_by_the_blocks_that_there_are(gpu, kernel, monkeypatch, few, hit, pair):
+    """The host does not know which experts the tokens reach."""
+    monkeypatch.setattr(decode, "is_few", lambda *_: few)
+    monkeypatch.setattr(decode, "choose_token_groups", lambda *_: 1)
+    bits = torch.full((40, 2), 4, dtype=torch.int32)
+    call = make_call(gpu, LayerShape(40, 1024, 704), 30, 2, FP16, bits=bits)
+    call.ids[:] = torch.arange(60, device=gpu).reshape(30, 2) % hit
+    outs = []
+    for table in (
+        ((10, (0, 1)), (30, (2, 3)), (MANY, (1, 0))),
+        ((MANY, pair),),
+        ((MANY, (3, 1)),),
+    ):
+        monkeypatch.setattr(decode, "group_table", lambda *_, table=table: table)
         outs.append(call.check(kernel))
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])  # another order of sums shows in float16
@@ -153,7 +175,7 @@ def test_groups_of_tokens_in_other_types(gpu, kernel, monkeypatch, dtype, table)
 @pytest.mark.parametrize("groups", [(0, 0), (1, 2), (2, 2)])
 def test_groups_of_tokens_and_of_warps_together(gpu, kernel, monkeypatch, groups):
     _groups_of(monkeypatch, 3)
-    monkeypatch.setattr(decode, "choose_groups", lambda *_: groups)
+    monkeypatch.setattr(decode, "group_table", lambda *_: ((MANY, groups),))
     make_call(gpu, LayerShape(5, 700, 130), 60, 2, planes=8).check(kernel)
 
 

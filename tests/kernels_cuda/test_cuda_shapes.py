@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import pytest
+import torch
 
 from pagedweight.bench.groups import build_for
 from pagedweight.bench.layers import SHAPES
@@ -12,10 +13,11 @@ from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
 from pagedweight.kernels.cuda import decode
 from pagedweight.kernels.cuda.kernel import slices
-from pagedweight.kernels.cuda.params import Params
+from pagedweight.kernels.cuda.params import CHOICES, Params
 from pagedweight.kernels.cuda.shapes import (
     GROUP_PLAN,
     GROUP_WARPS,
+    MANY,
     PLAN,
     Build,
     Device,
@@ -24,6 +26,7 @@ from pagedweight.kernels.cuda.shapes import (
     choose_group_build,
     choose_groups,
     choose_token_groups,
+    group_table,
     is_few,
     is_prefill,
     most_pairs,
@@ -31,6 +34,7 @@ from pagedweight.kernels.cuda.shapes import (
     prefill_shared_bytes,
     spared_processors,
 )
+from pagedweight.kernels.synthetic import random_routing
 
 H200 = Device(0, (9, 0), 132, 232448)
 A100 = Device(0, (8, 0), 108, 166912)
@@ -116,32 +120,56 @@ def test_slices_cover_every_token_once(wide):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64])
-def test_groups_divide_the_warps_and_long_rows_have_them(tokens, mixed):
-    for shape, top_k in ((QWEN, 4), (MIXTRAL, 2), (GEMMA, 8), (WIDE, 2)):
+@pytest.mark.parametrize("blocks", [1, 4, 8, 16, 40, 60, 128])
+def test_groups_divide_the_warps_and_long_rows_have_them(blocks, mixed):
+    for shape in (QWEN, MIXTRAL, GEMMA, WIDE):
         for build in (Build(16), GroupBuild(12, 3), Build(4)):
-            gate, down = choose_groups(shape, tokens, top_k, build, 132, mixed)
+            gate, down = choose_groups(shape, blocks, build, 132, mixed)
             assert 0 <= gate <= 2
             assert 0 <= down <= 3
             assert build.warps % (1 << max(gate, down)) == 0
-            assert down <= gate if shape is GEMMA else down >= gate
-    assert choose_groups(MIXTRAL, tokens, 2, Build(16), 132, mixed)[0] >= 1
-    assert choose_groups(WIDE, tokens, 2, Build(16), 132, mixed)[1] >= 1
+            if build.block_tokens == 8:
+                assert down <= gate if shape is GEMMA else down >= gate
+    assert choose_groups(MIXTRAL, blocks, Build(16), 132, mixed)[0] >= 1
+    assert choose_groups(WIDE, blocks, Build(16), 132, mixed)[1] >= 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_launch_has_room_for_the_whole_table(mixed):
+    for shape in (QWEN, MIXTRAL, GEMMA, WIDE):
+        for build in (Build(16), GroupBuild(12, 3)):
+            table = group_table(shape, build, 132, mixed)
+            assert len(table) <= CHOICES
+            limits = [below for below, _ in table]
+            assert limits == sorted(set(limits))
+            assert limits[-1] == MANY
 
 
 MEASURED = json.loads(
     (Path(__file__).parents[2] / "benchmarks/results/kernel_groups.json").read_text()
 )
-MIXED = {"4": [False], "4+16": [False], "4+8": [False, True], "4+4": [True], "4+2": [True]}
-"""Of a row's bits; with one other block in eight a phase of a layer may be either."""
+MIXED = {"3": [False], "4": [False], "4+16": [False], "4+8": [False, True]}
+"""Of a row's bits, True where not named; with one other block in eight a phase of a layer may be
+either."""
 
 
 def test_a_sixteenth_of_the_processors_is_left_to_few_tokens():
     assert [spared_processors(H200, tokens) for tokens in (1, 64, 65)] == [8, 8, 0]
 
 
+def _choices(model, build, batch: int, routing: str, mixed: bool) -> list[tuple[int, int]]:
+    """What is chosen for many draws of tokens."""
+    gen, chosen = torch.Generator().manual_seed(batch), []
+    for _ in range(20):
+        _, ids = random_routing(batch, model.layer.experts, model.top_k, routing, "cpu", gen)
+        tokens = torch.bincount(ids.flatten(), minlength=model.layer.experts)
+        blocks = int(-(-tokens // build.block_tokens).sum())
+        chosen.append(choose_groups(model.layer, blocks, build, H200.processors, mixed))
+    return chosen
+
+
 def _over_best(routing: str) -> dict[tuple, float]:
-    """Time of the pair that is chosen over that of the best pair, by shape, bits, batch and kind;
+    """Time of the pairs that are chosen over that of the best pair, by shape, bits, batch and kind;
     without what was not timed."""
     found = {}
     for row in MEASURED["rows"]:
@@ -149,10 +177,10 @@ def _over_best(routing: str) -> dict[tuple, float]:
         best = min(us for pair, us in row["us"].items() if pair != "auto")
         for mixed in MIXED.get(row["bits"], [True]) if row["routing"] == routing else []:
             build = build_for(model, batch, H200)
-            pair = choose_groups(model.layer, batch, model.top_k, build, H200.processors, mixed)
-            us = row["us"].get("{}{}".format(*pair))
-            if us is not None:
-                found[model.name, row["bits"], batch, mixed] = us / best
+            pairs = _choices(model, build, batch, routing, mixed)
+            us = [row["us"].get(f"{gate}{down}") for gate, down in pairs]
+            if None not in us:
+                found[model.name, row["bits"], batch, mixed] = sum(us) / len(us) / best
     return found
 
 
@@ -164,12 +192,13 @@ def test_groups_are_near_the_best_that_was_measured():
     assert geometric_mean(over.values()) < 1.01
 
 
-def test_groups_hold_for_skewed_routing_that_the_host_does_not_see():
-    """Fewer experts are reached than the host reckons with: Qwen1.5-MoE at batch 8 is the worst."""
+def test_groups_are_near_the_best_for_skewed_routing_too():
+    """Fewer experts are reached: the device goes by the blocks of tokens that there are. When the
+    host reckoned with all, the worst was 1.18 and the mean 1.018."""
     over = _over_best("zipf")
-    assert len(over) >= 42
-    assert max(over.values()) < 1.18
-    assert geometric_mean(over.values()) < 1.02
+    assert len(over) >= 56
+    assert max(over.values()) < 1.08, max(over, key=over.get)
+    assert geometric_mean(over.values()) < 1.01
 
 
 def test_a_launch_carries_the_groups_of_both_kinds_of_plan(monkeypatch):
@@ -177,6 +206,9 @@ def test_a_launch_carries_the_groups_of_both_kinds_of_plan(monkeypatch):
     monkeypatch.setattr(decode, "load_decode", lambda *_: (None, 132))
     monkeypatch.setattr(decode, "launch", lambda *args: sent.append(args[-1]))
     decode.launch_decode(H200, QWEN, True, True, Params(tokens=64, top_k=4), 0)
-    names = [name for name, _ in Params._fields_[-4:]]
-    assert names == [f"log_group_{k}{m}" for m in ("", "_mixed") for k in ("gate_up", "down")]
-    assert [getattr(sent[0], name) for name in names] == [0, 0, 1, 1]
+    for mixed in (False, True):
+        part = slice(CHOICES * mixed, CHOICES * (mixed + 1))
+        carried = list(zip(sent[0].group_below[part], sent[0].group_logs[part], strict=True))
+        table = group_table(QWEN, Build(16), 132, mixed)
+        assert carried[: len(table)] == [(below, g | d << 8) for below, (g, d) in table]
+        assert set(carried[len(table) :]) <= {carried[len(table) - 1]}

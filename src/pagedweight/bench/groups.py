@@ -1,7 +1,7 @@
 """How many warps should share a unit of work? Every pair of groups on one MoE layer, timed.
 
 Decode gives each phase, gate_up and down, a group of 1, 2, 4 or 8 warps for a unit
-(`kernels/cuda/shapes.py`, `choose_groups`, whose tables come from this). Timed as `bench kernel`
+(`kernels/cuda/shapes.py`, `group_table`, whose numbers come from this). Timed as `bench kernel`
 times, at uniform 4 bits, at bench decode's mix of 3 to 6 bits with the same bytes (mix4), and with
 one linear block in N at 3 or 5 bits (4+N); and at uniform 3 bits beside a mix of 2 to 6 bits with
 the same bytes (mix3). Every pair's output is compared with float64.
@@ -35,6 +35,7 @@ from pagedweight.errors import UserError
 from pagedweight.kernels.cuda import decode
 from pagedweight.kernels.cuda.kernel import CudaKernel, describe
 from pagedweight.kernels.cuda.shapes import (
+    MANY,
     Build,
     Device,
     GroupBuild,
@@ -51,8 +52,8 @@ PAIRS = ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 3))
 RESULT = "kernel_groups.json"
 ABOUT = (
     "Microseconds a layer by pair: log2 of the warps that share a unit of gate_up, then of down; "
-    "auto is choose_groups's choice at the time. Bits mix3, mix4: of bench decode; 4+N: one linear "
-    "block in N at 3 or 5. relative_error: the largest of any pair."
+    "auto is the choice of the time. Bits mix3, mix4: of bench decode; 4+N: one linear block "
+    "in N at 3 or 5. relative_error: the largest of any pair."
 )
 
 
@@ -96,10 +97,10 @@ def measure(
     sets, us, worst = token_sets(model, batch, routing), {}, 0.0
     truth = float64_output(model, layers[0], sets[0])
     for pair in (None, *pairs_for(model, batch, describe(0))):
-        forced: Callable[..., tuple[int, int]] = (
-            decode.choose_groups if pair is None else lambda *_, pair=pair: pair
+        forced: Callable[..., Any] = (
+            decode.group_table if pair is None else lambda *_, pair=pair: ((MANY, pair),)
         )
-        with patch.object(decode, "choose_groups", forced):
+        with patch.object(decode, "group_table", forced):
             worst = max(worst, relative_error(kernel, model, layers[0], sets[0], truth))
             key = "auto" if pair is None else f"{pair[0]}{pair[1]}"
             us[key] = round(time_ours(kernel, model, layers, sets), 1)

@@ -88,8 +88,9 @@ class MoEKernel(Protocol):
 
     Sums are in float32; `act(gate) * up` is rounded once to x's dtype between the two linear
     blocks, and the weighted sum over choices once at the end. The order of additions depends on
-    nothing but the shapes and on the committed bits of the experts that the call's tokens reach:
-    the same inputs give the same bits, and what lies in padding never shows.
+    nothing but the shapes, on how many tokens each expert has, and on the committed bits of the
+    experts that the call's tokens reach: the same inputs give the same bits, and what lies in
+    padding never shows.
     """
 
     def __call__(

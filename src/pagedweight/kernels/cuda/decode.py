@@ -15,8 +15,8 @@ from pagedweight.kernels.cuda.shapes import (
     GroupBuild,
     choose_build,
     choose_group_build,
-    choose_groups,
     choose_token_groups,
+    group_table,
     is_few,
     pairs_at,
     spared_processors,
@@ -73,12 +73,8 @@ def launch_decode(
         token_groups = choose_token_groups(shape, tokens, top_k)
         build = choose_group_build(device, token_groups)
         function, blocks = load_decode_groups(device, bf16, table_bf16, token_groups)
-    alike, mixed = (
-        choose_groups(shape, tokens, top_k, build, device.processors, mixed)
-        for mixed in (False, True)
-    )
-    params.log_group_gate_up, params.log_group_down = alike
-    params.log_group_gate_up_mixed, params.log_group_down_mixed = mixed
+    for mixed in (False, True):
+        params.set_groups(mixed, group_table(shape, build, device.processors, mixed))
     params.pairs_at = pairs_at(tokens * top_k, shape.experts)
     if beside:
         blocks -= spared_processors(device, tokens) * (blocks // device.processors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from pagedweight.kernels.cuda.driver import Function
 
@@ -35,11 +36,9 @@ _NUMBERS = (
     "activation",
     "ids_are_64",
     "pairs_at",
-    "log_group_gate_up",
-    "log_group_down",
-    "log_group_gate_up_mixed",
-    "log_group_down_mixed",
 )
+CHOICES = 5
+"""Of csrc/plan.cuh: groups of warps that a launch carries for each kind of plan."""
 
 
 class Params(ctypes.Structure):
@@ -48,7 +47,16 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in _POINTERS),
         *((name, ctypes.c_int) for name in _NUMBERS),
+        ("group_below", ctypes.c_int * (2 * CHOICES)),
+        ("group_logs", ctypes.c_int * (2 * CHOICES)),
     )
+
+    def set_groups(self, mixed: bool, table: Sequence[tuple[int, tuple[int, int]]]) -> None:
+        """`shapes.group_table` of one kind of plan; the last entry is repeated to the end."""
+        for i in range(CHOICES):
+            below, (gate_up, down) = table[min(i, len(table) - 1)]
+            self.group_below[CHOICES * mixed + i] = below
+            self.group_logs[CHOICES * mixed + i] = gate_up | down << 8
 
 
 def launch(function: Function, blocks: int, threads: int, stream: int, params: Params) -> None:

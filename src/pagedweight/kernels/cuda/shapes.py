@@ -1,13 +1,14 @@
 """Which kernel serves a call, and how its shared memory is laid out.
 
-The choice depends on shapes alone; the order of additions on shapes, and on whether the experts
-that a call's tokens reach have mixed precisions.
+The choice depends on shapes alone; the order of additions on shapes, on how many blocks of tokens
+there are, and on whether the experts that a call's tokens reach have mixed precisions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 from pagedweight.core.geometry import LayerShape
 from pagedweight.errors import UserError
@@ -204,42 +205,55 @@ CROSSOVER, CROSSOVER_SLICED = 32, 12
 measured), and than two."""
 
 
-def choose_groups(
-    shape: LayerShape,
-    tokens: int,
-    top_k: int,
-    build: Build | GroupBuild,
-    processors: int,
-    mixed: bool,
-) -> tuple[int, int]:
-    """log2 of the warps that share a unit of gate_up and of down.
+@lru_cache
+def group_table(
+    shape: LayerShape, build: Build | GroupBuild, processors: int, mixed: bool
+) -> tuple[tuple[int, tuple[int, int]], ...]:
+    """(blocks of tokens below which, log2 of the warps that share a unit of gate_up and of down).
 
     By the rounds that all warps would need for gate_up alone, one unit each: groups pay where warps
     would be idle, in part of a round or at the end of a second; else they only add overhead. Where
     precisions are mixed, warps end at different times and run different code, so that shorter units
     pay sooner. Rows of 4096 columns and more are worth a group always, whatever the precisions.
 
-    A launch carries both choices; on the device each phase takes one by the precisions of the
-    experts that its tokens reach (csrc/plan.cuh, `order_blocks`).
+    A launch carries the tables of both kinds of plan; on the device, which knows how many blocks
+    its tokens make, each phase takes one by the precisions of the experts that they reach
+    (csrc/plan.cuh, `order_blocks`, `phase_of`).
 
     The tables below are fitted to every pair's time on three shapes on an H200
     (benchmarks/results/kernel_groups.json, which tests hold them against).
     """
-    pairs, experts = tokens * top_k, shape.experts
-    hit = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
-    units = max(hit, pairs / build.block_tokens) * shape.gate_up.row_tiles / 2
-    rounds = units / (build.warps * processors)
     cols, down_cols = shape.gate_up.col_tiles, shape.down.col_tiles
     if cols >= LONG_ROW:
         table = LONG_GROUPS
     elif 2 * down_cols <= cols:
         table = SHORT_DOWN_MIXED if mixed else SHORT_DOWN_ALIKE
+    elif mixed and build.block_tokens > BLOCK_TOKENS:
+        table = WIDE_MIXED
     else:
         table = GROUPS_MIXED if mixed else GROUPS_ALIKE
-    gate, down = next(pair for most, pair in table if rounds < most)
+    round_blocks = build.warps * processors * 2 / shape.gate_up.row_tiles
     longer = max(0, (down_cols // cols).bit_length() - 1)
     most = max(log for log in range(4) if build.warps % (1 << log) == 0)
-    return min(gate, most), min(down + longer, most)
+    return tuple(
+        (
+            MANY if rounds == REST else ceil(rounds * round_blocks),
+            (min(gate, most), min(down + longer, most)),
+        )
+        for rounds, (gate, down) in table
+    )
+
+
+def choose_groups(
+    shape: LayerShape, blocks: int, build: Build | GroupBuild, processors: int, mixed: bool
+) -> tuple[int, int]:
+    """What the device takes from `group_table` for so many blocks of tokens."""
+    table = group_table(shape, build, processors, mixed)
+    return next((pair for below, pair in table if blocks < below), table[-1][1])
+
+
+MANY = 1 << 30
+"""Blocks of tokens that no launch has."""
 
 
 def spared_processors(device: Device, tokens: int) -> int:
@@ -259,10 +273,12 @@ REST = float("inf")
 LONG_GROUPS = ((2.7, (2, 2)), (REST, (1, 1)))
 """(rounds below which, log2 of the group of gate_up and of down) where gate_up's rows are long;
 twice the group, and more, where down's are longer still."""
-GROUPS_ALIKE = ((0.25, (2, 2)), (0.5, (1, 1)), (0.8, (0, 0)), (1.7, (1, 1)), (REST, (0, 0)))
-GROUPS_MIXED = ((0.25, (2, 2)), (0.5, (1, 1)), (1.4, (2, 2)), (REST, (1, 1)))
+GROUPS_ALIKE = ((0.25, (2, 2)), (0.45, (1, 1)), (0.95, (0, 0)), (2.0, (1, 1)), (REST, (0, 0)))
+GROUPS_MIXED = ((0.25, (2, 2)), (0.45, (1, 1)), (1.15, (2, 2)), (1.4, (1, 2)), (REST, (1, 1)))
 """The same for other rows, where a call's precisions are alike and where they are mixed."""
-SHORT_DOWN_ALIKE = ((0.25, (2, 1)), (0.5, (1, 0)), (0.8, (2, 1)), (1.7, (1, 0)), (REST, (0, 0)))
-SHORT_DOWN_MIXED = ((0.25, (2, 1)), (0.8, (2, 2)), (1.4, (2, 1)), (REST, (1, 0)))
+WIDE_MIXED = (*GROUPS_MIXED[:-1], (REST, (0, 1)))
+"""Where they are mixed and a block has more than 8 tokens: measured on Qwen1.5-MoE alone."""
+SHORT_DOWN_ALIKE = ((0.25, (2, 1)), (0.55, (1, 0)), (0.95, (2, 1)), (1.5, (1, 0)), (REST, (0, 0)))
+SHORT_DOWN_MIXED = ((0.25, (2, 1)), (0.7, (2, 2)), (1.45, (2, 1)), (REST, (1, 0)))
 """The same where down's rows are at most half as long as gate_up's: a group has too little of
 them."""

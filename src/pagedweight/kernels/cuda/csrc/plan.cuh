@@ -2,6 +2,8 @@
 #pragma once
 #include "dtype.cuh"
 
+const int CHOICES = 5;
+
 // One launch, for tokens from first_token of the call on, as the launcher fills it (params.py has
 // the same fields in the same order).
 struct Params {
@@ -22,8 +24,9 @@ struct Params {
   int* plan;                  // of prefill (prefill.cu)
   int first_token, tokens, top_k, experts, hidden, intermediate, x_stride, middle_stride;
   int activation, ids_are_64, pairs_at;  // pairs_at: bytes from the plan's blocks to its pairs
-  int log_group[2][2];  // log2 of the warps that share a unit: where precisions are alike and where
-                        // they are mixed, by phase
+  // Warps that share a unit, where precisions are alike and where they are mixed: choice i serves
+  // fewer than group_below[i] blocks of tokens; group_logs[i] has log2 by phase, a byte each.
+  int group_below[2][CHOICES], group_logs[2][CHOICES];
 };
 
 // Shared by the thread blocks of a launch; the last one leaves zeros.
@@ -214,7 +217,9 @@ PW_INLINE Phase phase_of(const Params& p, int phase, int blocks, int mixed) {
   f.units = phase ? ceil_div(down, 2) : gate;
   f.all_units = f.units * blocks;
   f.reciprocal = f.units == 1 ? 0xFFFFFFFFu : 0xFFFFFFFFu / f.units + 1;
-  f.log_group = p.log_group[mixed][phase];
+  int choice = 0;
+  while (choice < CHOICES - 1 && blocks >= p.group_below[mixed][choice]) ++choice;
+  f.log_group = p.group_logs[mixed][choice] >> 8 * phase & 255;
   return f;
 }
 PW_INLINE int row_tile(const Phase& f, int phase, int unit, int r) {
