@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 
 import pytest
 
@@ -234,20 +233,3 @@ def test_of_servers_side_by_side_one_that_fails_is_said_and_the_others_are_measu
     said = capsys.readouterr().err
     assert "static4: it does not come up" in said
     assert "static6: it ended under load" in said
-
-
-def test_loads_wait_for_their_turn(tmp_path):
-    lock, entered = tmp_path / "turn", threading.Event()
-
-    def other():
-        with pressure.our_turn(lock):
-            entered.set()
-
-    with pressure.our_turn(lock):
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert not entered.wait(0.3)
-    assert entered.wait(10)
-    thread.join()
-    with pressure.our_turn(None):
-        pass

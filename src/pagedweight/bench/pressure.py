@@ -15,7 +15,6 @@ sampled at temperature 1: a random model that repeats one token would route all 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shlex
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +58,7 @@ BARE = ("--skip-tokenizer-init", "--load-format", "dummy")
 @dataclass(frozen=True)
 class Trial:
     """What all runs have in common. policy: file for paged; vllm: flags of vLLM; trace: paged
-    writes down which rows had which bits. start_seconds: what a server has to come up. turn: see
-    `our_turn`."""
+    writes down which rows had which bits. start_seconds: what a server has to come up."""
 
     checkpoint: Path
     budget: Budget
@@ -73,7 +71,6 @@ class Trial:
     folder: Path
     trace: bool = False
     start_seconds: float = START_SECONDS
-    turn: Path | None = None
 
     def path(self, name: str, number: int, suffix: str) -> Path:
         """Where a run of the policy `name` writes."""
@@ -111,8 +108,7 @@ def run(name: str, trial: Trial, number: int = 0) -> Run:
     try:
         service = server.ready(trial.start_seconds)
         _ask(service, name, trial, trial.warm_up)
-        with our_turn(trial.turn):
-            answers, preemptions = _measure(service, name, trial, number)
+        answers, preemptions = _measure(service, name, trial, number)
     finally:
         server.end()
     return _run_of(name, trial, number, service, answers, preemptions)
@@ -183,28 +179,14 @@ def run_together(names: Sequence[str], trial: Trial, number: int = 0) -> Iterato
             except UserError as error:
                 ready.pop(name, None)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
-        print(f"servers that are up: {len(ready)}", file=sys.stderr, flush=True)
-        with our_turn(trial.turn):
-            for name, service in ready.items():
-                try:
-                    answers, preemptions = _measure(service, name, trial, number)
-                    done = _run_of(name, trial, number, service, answers, preemptions)
-                except (UserError, OSError, ValueError) as error:  # it ended, or answered nothing
-                    print(f"{name}: {error}", file=sys.stderr, flush=True)
-                    continue
-                yield done
-
-
-@contextmanager
-def our_turn(lock: Path | None) -> Iterator[None]:
-    """Wait for the file `lock` and hold it (flock), so that several commands start their servers
-    side by side on one machine and send their loads one after the other. None: at once."""
-    if lock is None:
-        yield
-        return
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        for name, service in ready.items():
+            try:
+                answers, preemptions = _measure(service, name, trial, number)
+                done = _run_of(name, trial, number, service, answers, preemptions)
+            except (UserError, OSError, ValueError) as error:  # it ended, or answered nothing
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                continue
+            yield done
 
 
 def _stop_all(servers: Sequence[Server]) -> None:
@@ -322,7 +304,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=1)
     add("--together", type=int, default=1, help="servers to start side by side")
     add("--start-seconds", type=positive_float, default=START_SECONDS, help="to come up in")
-    add("--turn", type=Path, metavar="FILE", help="send loads while this file's lock is held")
     add("--keep", type=Path, help="folder for timelines and logs (default: they go)")
     add("--output", type=Path, default=Path("benchmarks/results/pressure_cpu.json"))
     return parser
@@ -351,7 +332,6 @@ def trial_of(options: argparse.Namespace, vllm: Sequence[str], folder: Path) -> 
         tuple(vllm),
         folder,
         start_seconds=options.start_seconds,
-        turn=options.turn,
     )
     for name in options.policies:
         command_of(name, trial)
