@@ -13,11 +13,8 @@ from pagedweight.core.size_table import IntArray
 
 
 class Room:
-    """Arithmetic on slots [holdings, classes] and pages [holdings]; rows go to their desired bits.
-
-    Some of several rows at once: each holding takes as many of its own as fit, half of them where
-    they do not, and so on.
-    """
+    """Arithmetic on slots [holdings, classes] and pages [holdings]; rows go to their desired bits,
+    as many as fit: each holding takes the first of its own."""
 
     def __init__(self, table: WeightPageTable, pages: SizeClassPages, holdings: Holdings) -> None:
         self._table = table
@@ -41,32 +38,49 @@ class Room:
         )
 
     def fitting_to_raise(self, rows: IntArray, pages: IntArray) -> IntArray:
-        """Those of `rows` that can be raised within `pages`, none perhaps."""
-        while True:
-            over = self.to_raise(rows) > pages
-            if not over.any() or not len(rows):
-                return rows
-            rows = self._halved(rows, over, least=0)
+        """Those of `rows` that can be raised within `pages`, none perhaps. Asked at every step in
+        which rows wait, mostly in vain: all numbers of rows are looked at together, and only when
+        one row fits."""
+        of, keep = self._holdings.of_row[rows], np.zeros(len(rows), np.bool_)
+        for holding, now in enumerate(self.slots()):
+            mine = np.flatnonzero(of == holding)
+            for several in (mine[:1], mine):
+                gains = np.cumsum(self._gains(rows[several]), axis=0)
+                need = self.held(now + gains) - self.held(now)
+                fitting = int(np.searchsorted(need, pages[holding], side="right"))
+                if not fitting:
+                    break
+            keep[mine[:fitting]] = True
+        return rows[keep]
+
+    def _gains(self, rows: IntArray) -> IntArray:
+        """Slots that each row takes while it comes in, int64 [rows, classes]."""
+        kinds, levels, at = len(KINDS), len(self._table.sizes.levels), np.arange(len(rows))
+        old, new = self._table.committed_bits[rows], self._table.desired_bits[rows]
+        gains = np.zeros((len(rows), len(self._pages.slot_bytes)), np.int64)
+        gains[at, rows % kinds] = new - old
+        gains[at, kinds + rows % kinds * levels + new - self._table.sizes.lowest] = 1
+        return gains
 
     def fitting_to_lower(
         self, rows: IntArray, slots: IntArray, pages: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Those of `rows`, one at least, whose tables fit in `pages` beside `slots`; and the slots
-        once they are lower."""
+        """Those of `rows`, one at least, whose tables fit in `pages` beside `slots`, by halves; and
+        the slots once they are lower."""
         while True:
             coming = slots + self._tables(rows, coming=True)
             over = self.held(coming) - self.held(slots) > pages
-            fewer = self._halved(rows, over, least=1) if over.any() else rows
+            fewer = self._halved(rows, over) if over.any() else rows
             if len(fewer) == len(rows):
                 return rows, coming - self._tables(rows, coming=False) + self._planes(rows)
             rows = fewer
 
-    def _halved(self, rows: IntArray, over: NDArray[np.bool_], least: int) -> IntArray:
-        """`rows` with only the first half of those of holdings that are `over`."""
+    def _halved(self, rows: IntArray, over: NDArray[np.bool_]) -> IntArray:
+        """`rows` with only the first half, one at least, of those of holdings that are `over`."""
         of, keep = self._holdings.of_row[rows], np.ones(len(rows), np.bool_)
         for holding in np.flatnonzero(over):
             mine = np.flatnonzero(of == holding)
-            keep[mine[max(least, len(mine) // 2) :]] = False
+            keep[mine[max(1, len(mine) // 2) :]] = False
         return rows[keep]
 
     def _tables(self, rows: IntArray, coming: bool) -> IntArray:
