@@ -171,8 +171,9 @@ class Parking:
         return 0
 
 
-WATCHED = {"map": "map", "unmap": "unmap", "upload": "upload", "move_slots": "moves"}
-"""Methods of pages and of the device, and what their time is called."""
+OF_PAGES = ("map", "unmap")
+OF_DEVICE = ("upload", "move_slots", "fill", "write", "fence", "after")
+"""Methods that are watched; none calls another."""
 
 
 class Watch:
@@ -183,20 +184,20 @@ class Watch:
 
     def over(self, owner: object, method: str) -> None:
         """From now on count the time of a method of `owner`."""
-        timed, name = getattr(owner, method), WATCHED[method]
+        timed = getattr(owner, method)
 
         def call(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
             try:
                 return timed(*arguments, **named)
             finally:
-                self._spent[name] += time.perf_counter() - began
+                self._spent[method] += time.perf_counter() - began
 
         setattr(owner, method, call)
 
     def take(self) -> dict[str, float]:
         """What was spent, and begin anew."""
-        spent = {name: self._spent[name] for name in WATCHED.values()}
+        spent = {name: self._spent[name] for name in (*OF_PAGES, *OF_DEVICE)}
         self._spent.clear()
         return spent
 
@@ -204,7 +205,8 @@ class Watch:
 class MovementEngine:
     """`step` runs one step for `pending` waiting blocks; times are seconds on the host's clock.
 
-    host_seconds: of each step, for plan and memory; host_parts: of them, the plan and `WATCHED`.
+    host_seconds: of each step, for plan and memory; host_parts: of them, the plan and every method
+    that is watched.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -237,10 +239,9 @@ class MovementEngine:
         self.host_seconds: list[float] = []
         self.host_parts: list[dict[str, float]] = []
         self._watch = Watch()
-        for owner, method in zip(
-            (device.pages, device.pages, device, device), WATCHED, strict=True
-        ):
-            self._watch.over(owner, method)
+        for owner, methods in ((device.pages, OF_PAGES), (device, OF_DEVICE)):
+            for method in methods:
+                self._watch.over(owner, method)
 
     @property
     def block_bytes(self) -> int:
