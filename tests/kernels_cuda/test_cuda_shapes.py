@@ -188,7 +188,7 @@ def test_groups_are_near_the_best_that_was_measured():
     """The goal of the tables in shapes.py; before them the worst was 1.15 and the mean 1.03."""
     over = _over_best("uniform")
     assert len(over) >= 70
-    assert max(over.values()) < 1.06, max(over, key=over.get)
+    assert max(over.values()) < 1.07, max(over, key=over.get)
     assert geometric_mean(over.values()) < 1.01
 
 
