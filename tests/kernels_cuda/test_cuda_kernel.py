@@ -224,7 +224,7 @@ def test_processors_are_left_to_work_beside(gpu, kernel, monkeypatch):
     for beside in (False, True):
         call.run(kernel, beside=beside)
     assert launched[0] % processors == 0
-    assert launched[1] == launched[0] // processors * (processors - processors // 16)
+    assert launched[1] == launched[0] // processors * (processors - processors // 32)
 
 
 def test_a_token_has_the_same_bits_in_any_small_batch(gpu, kernel):

@@ -153,8 +153,8 @@ MIXED = {"3": [False], "4": [False], "4+16": [False], "4+8": [False, True]}
 either."""
 
 
-def test_a_sixteenth_of_the_processors_is_left_to_few_tokens():
-    assert [spared_processors(H200, tokens) for tokens in (1, 64, 65)] == [8, 8, 0]
+def test_one_processor_in_32_is_left_to_work_beside_few_tokens():
+    assert [spared_processors(H200, tokens) for tokens in (1, 64, 65)] == [4, 4, 0]
 
 
 def _choices(model, build, batch: int, routing: str, mixed: bool) -> list[tuple[int, int]]:

@@ -262,7 +262,7 @@ def spared_processors(device: Device, tokens: int) -> int:
     Without them a shared expert's products wait for decode's thread blocks, or they for it, which
     have their first units by number: measured on an H200 (benchmarks/results/shared_expert.json).
     """
-    return device.processors // 16 if tokens <= SPARING_TOKENS else 0
+    return device.processors // 32 if tokens <= SPARING_TOKENS else 0
 
 
 SPARING_TOKENS = 64
