@@ -6,10 +6,11 @@
 #   prepare      random weights in the shape of Qwen1.5-MoE, whole and with four layers              25, 120 at most
 #   movement     batches of rows, one engine each, and pages a step                           about 80, 120
 #   pressure32   paged and bf16 within 32 GiB: 110 to start, 20 and 50 of load                       201, 260
-#   pressure16   the same within 16 GiB without 6 bits, which leave KV too little             about 230, 330
+#   pressure16   paged, 3 bits, Marlin int4, 4 bits within 16 GiB (6 leave KV too little):
+#                75 to 88 to start, 33 each; ended at 192 s before 4 bits had their turn     about 225, 330
 #   checks       the device; then side by side a rank, compute-sanitizer, the engine under
 #                both runners: nothing is timed                                             13, then 146, 240
-#   pressure24   paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB: 107 to start, 37 each            290, 400
+#   pressure24   paged, 3, 6 and 4 bits, Marlin int4 within 24 GiB: 77 to 88 to start, 37 each       289, 400
 #   graphs       paged and 3 bits within 24 GiB with graphs for up to 1,024 tokens             about 160, 260
 #   soak         300 s of steps, every byte compared in the end                                      400, 560
 #
