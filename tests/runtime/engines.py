@@ -46,6 +46,9 @@ class Blocks:
     def in_use(self, granule):
         return len(self.granule(granule) & self.used)
 
+    def is_empty(self, granule):
+        return not self.in_use(granule)
+
     def drain(self, granule):
         left = self.granule(granule) & self.used
         assert not left & self.drained.get(granule, set()), "a drained block was handed out"

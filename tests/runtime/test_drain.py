@@ -92,6 +92,24 @@ def test_a_request_that_stays_keeps_its_block_and_one_granule(low):
     assert stays // SIZE in engine.ranks[0].worker.kv.backed
 
 
+def test_empty_granules_go_in_place_of_those_that_long_requests_hold(low):
+    """The requests of the granules that drain stay for good; all others end."""
+    engine, turnover = low
+    granules = engine.controller.granules
+    turnover.step(leaving=0, coming=0)
+    while not granules.count(DRAINING):
+        turnover.step(leaving=0, coming=0)
+    stuck = set(granules.having(DRAINING))
+    stay = [block for block in turnover.held if block // SIZE in stuck]
+    turnover.held = deque([*(b for b in turnover.held if b not in stay), *stay])
+    for _ in range(300):
+        turnover.step(leaving=len(turnover.held) > len(stay), coming=0)
+    assert list(turnover.held) == stay
+    assert engine.bits() == [[6] * 16]
+    assert not granules.count(DRAINING)
+    assert {block // SIZE for block in stay} <= set(granules.having(GranuleState.USABLE))
+
+
 def test_granules_that_drain_are_there_again_when_requests_wait(low):
     engine, turnover = low
     granules, blocks = engine.controller.granules, engine.blocks

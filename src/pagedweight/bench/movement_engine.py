@@ -160,6 +160,9 @@ class Parking:
     def in_use(self, granule: int) -> int:
         return 0 if granule * self._granule_blocks > self._used else self._granule_blocks
 
+    def is_empty(self, granule: int) -> bool:
+        return not self.in_use(granule)
+
     def drain(self, granule: int) -> int:
         return self.in_use(granule)
 

@@ -42,6 +42,10 @@ class BlockParking(Protocol):
         """Blocks of a granule that requests hold."""
         ...
 
+    def is_empty(self, granule: int) -> bool:
+        """Whether that is none; cheaper where it is not."""
+        ...
+
     def drain(self, granule: int) -> int:
         """Take those blocks of a granule that are free out of circulation; how many are still in
         use. With none the granule is parked. May be called again and again."""
@@ -128,9 +132,21 @@ class GranuleLedger:
         return len(chosen)
 
     def follow(self, parking: BlockParking, step: int) -> None:
-        """Granules that drain: what was freed leaves circulation, empty ones shrink."""
+        """Granules that drain: what was freed leaves circulation, empty ones shrink. Where requests
+        hold on to those that drain, others that have become empty go in their place."""
         for granule in self.having(GranuleState.DRAINING):
             self._drain(granule, parking, step)
+        held = self.having(GranuleState.DRAINING)
+        if not held:
+            return
+        usable = reversed(self.having(GranuleState.USABLE))
+        empty = [granule for granule in usable if granule and parking.is_empty(granule)]
+        held.sort(key=parking.in_use, reverse=True)
+        for stays, goes in zip(held, empty, strict=False):
+            parking.refill(stays)
+            self._set(stays, GranuleState.USABLE, step)
+            self._set(goes, GranuleState.DRAINING, step)
+            self._drain(goes, parking, step)
 
     def _drain(self, granule: int, parking: BlockParking, step: int) -> None:
         if not parking.drain(granule):

@@ -41,10 +41,9 @@ class ParkedBlocks:
     def park(self, granule: int) -> bool:
         """Take a granule's blocks out of circulation; False when one is in use (or is the null
         block), and then nothing changed."""
-        blocks = self._blocks(granule)
-        if any(block.is_null or block.ref_cnt for block in blocks):
+        if not self.is_empty(granule):
             return False
-        self._take(blocks)
+        self._take(self._blocks(granule))
         return True
 
     def unpark(self, granule: int) -> None:
@@ -65,6 +64,10 @@ class ParkedBlocks:
     def in_use(self, granule: int) -> int:
         """Blocks of a granule that requests hold (the null block counts as held)."""
         return sum(1 for block in self._blocks(granule) if block.ref_cnt or block.is_null)
+
+    def is_empty(self, granule: int) -> bool:
+        """Whether no request holds a block of a granule; the first that is held answers."""
+        return not any(block.ref_cnt or block.is_null for block in self._blocks(granule))
 
     def drain(self, granule: int) -> int:
         """Take the free blocks of a granule out of circulation; how many others there are. With
