@@ -123,10 +123,12 @@ class WeightPageTable:
         weights = self.sizes.plane_bytes
         return gate_up, down, (gate_up * weights[0] + down * weights[1]) / sum(weights)
 
-    def surplus(self) -> Mask:
-        """Rows that hold on the device more than q needs: planes at or above q, other tables."""
-        planes = _count(self.plane_states == PageState.DEVICE) > self.committed_bits
-        out: Mask = planes | (_count(self.table_states == PageState.DEVICE) > 1)
+    def surplus(self, rows: IntArray | None = None) -> Mask:
+        """Which rows (of `rows`) hold on the device more than q needs: planes at or above q, other
+        tables."""
+        pick = slice(None) if rows is None else rows
+        planes = _count(self.plane_states[pick] == PageState.DEVICE) > self.committed_bits[pick]
+        out: Mask = planes | (_count(self.table_states[pick] == PageState.DEVICE) > 1)
         return out
 
     def settled(self) -> Mask:
@@ -172,21 +174,17 @@ class WeightPageTable:
     def can_retire(self, rows: ArrayLike) -> Mask:
         """Which of `rows` have surplus pages or tables and no transition under way."""
         picked = self._rows(rows)
-        return self._still(picked) & self.surplus()[picked]
+        return self._still(picked) & self.surplus(picked)
 
     def begin_retire(self, rows: ArrayLike) -> IntArray:
         """Surplus pages and tables are leaving: no step may read them from here on."""
         self._require(self.can_retire(rows), rows, "retire")
         picked = self._rows(rows)
-        before = self.count_slots(picked)
-        planes, tables = self.plane_states[picked], self.table_states[picked]
         bits = self.committed_bits[picked, None]
-        leaving = (np.arange(self.sizes.planes) >= bits) & (planes == PageState.DEVICE)
-        planes[leaving] = PageState.IN_TRANSFER
-        other = (np.array(self.sizes.levels) != bits) & (tables == PageState.DEVICE)
-        tables[other] = PageState.IN_TRANSFER
-        self.plane_states[picked], self.table_states[picked] = planes, tables
-        return self._opened(picked, bits[:, 0], Moving.RETIRING, before)
+        planes: Mask = np.arange(self.sizes.planes) >= bits
+        tables: Mask = np.array(self.sizes.levels) != bits
+        self._shift(picked, planes, tables, PageState.DEVICE, PageState.IN_TRANSFER)
+        return self._opened(picked, bits[:, 0], Moving.RETIRING)
 
     def finish_retire(self, rows: ArrayLike, epochs: ArrayLike) -> Mask:
         """The pages are gone: their bytes are free. Returns which rows were current."""
@@ -290,20 +288,30 @@ class WeightPageTable:
 
     def _begin(self, rows: ArrayLike, bits: ArrayLike, what: Moving) -> IntArray:
         picked, goal = self._pick(rows, bits)
-        before = self.count_slots(picked)
-        planes = self.plane_states[picked]
-        missing = (np.arange(self.sizes.planes) < goal[:, None]) & (planes == PageState.HOST)
-        planes[missing] = PageState.IN_TRANSFER
-        self.plane_states[picked] = planes
-        level = goal - self.sizes.lowest
-        absent = self.table_states[picked, level] == PageState.HOST
-        self.table_states[picked[absent], level[absent]] = PageState.IN_TRANSFER
-        return self._opened(picked, goal, what, before)
+        planes: Mask = np.arange(self.sizes.planes) < goal[:, None]
+        tables: Mask = np.array(self.sizes.levels) == goal[:, None]
+        self._shift(picked, planes, tables, PageState.HOST, PageState.IN_TRANSFER)
+        return self._opened(picked, goal, what)
 
-    def _opened(
-        self, picked: IntArray, goal: BitsArray, what: Moving, before: IntArray
-    ) -> IntArray:
-        self._counts += self.count_slots(picked) - before
+    def _shift(
+        self, picked: IntArray, planes: Mask, tables: Mask, old: PageState, new: PageState
+    ) -> None:
+        """Of the pages that `planes` [n, planes] and `tables` [n, levels] name, those in state
+        `old` go to `new`."""
+        moved = []
+        for column, named in ((self.plane_states, planes), (self.table_states, tables)):
+            part = column[picked]
+            moved.append(named & (part == old))
+            part[moved[-1]] = new
+            column[picked] = part
+        kinds = picked % len(KINDS)
+        for kind in range(len(KINDS)):
+            of_planes, of_tables = (mask[kinds == kind] for mask in moved)
+            count = np.append(np.count_nonzero(of_planes), of_tables.sum(0))
+            self._counts[old, kind] -= count
+            self._counts[new, kind] += count
+
+    def _opened(self, picked: IntArray, goal: BitsArray, what: Moving) -> IntArray:
         self.moving[picked] = what
         self.goal_bits[picked] = goal
         self.epoch[picked] += 1
@@ -317,12 +325,8 @@ class WeightPageTable:
         return picked[current], current
 
     def _land(self, picked: IntArray, state: PageState) -> None:
-        before = self.count_slots(picked)
-        for column in (self.plane_states, self.table_states):
-            part = column[picked]
-            part[part == PageState.IN_TRANSFER] = state
-            column[picked] = part
-        self._counts += self.count_slots(picked) - before
+        every = np.ones((1, 1), np.bool_)
+        self._shift(picked, every, every, PageState.IN_TRANSFER, state)
         self.moving[picked] = Moving.NONE
         self.version += 1
 

@@ -38,9 +38,12 @@ class DispatchConfig:
 
 @dataclass
 class _Open:
-    """A batch that has not come to an end: `stage` is the least of all ranks'."""
+    """A batch that has not come to an end: `stage` is the least of all ranks'. rows, bits: the
+    batch's, as arrays."""
 
     batch: Batch
+    rows: IntArray
+    bits: BitsArray
     epochs: IntArray
     stage: Stage = Stage.COPYING
     commit_sent: bool = False
@@ -91,16 +94,16 @@ class Dispatcher:
                 self._failed(open_, status.reason, step)
                 continue
             if open_.stage < Stage.READY <= status.stage and not open_.batch.lowers:
-                self.table.finish_reload(open_.batch.rows, open_.epochs)
+                self.table.finish_reload(open_.rows, open_.epochs)
             if open_.stage < Stage.COMMITTED <= status.stage:
                 self._committed(open_)
             if status.stage is Stage.DONE:
-                self.table.finish_retire(open_.batch.rows, open_.epochs)
+                self.table.finish_retire(open_.rows, open_.epochs)
                 del self._open[status.number]
             open_.stage = max(open_.stage, status.stage)
 
     def _committed(self, open_: _Open) -> None:
-        rows, bits, table = open_.batch.rows, open_.batch.bits, self.table
+        rows, bits, table = open_.rows, open_.bits, self.table
         if open_.batch.lowers:
             table.lower(rows, open_.epochs)
         else:
@@ -119,12 +122,12 @@ class Dispatcher:
         self._give_up(open_)
 
     def _give_up(self, open_: _Open) -> None:
-        rows, epochs, table = open_.batch.rows, open_.epochs, self.table
+        rows, epochs, table = open_.rows, open_.epochs, self.table
         if open_.batch.lowers:
             table.abort_lower(rows, epochs)
         elif open_.stage is Stage.READY:
             table.finish_retire(rows, table.begin_retire(rows))
-            table.set_desired(rows, table.committed_bits[list(rows)])
+            table.set_desired(rows, table.committed_bits[rows])
         else:
             table.abort_reload(rows, epochs)
         del self._open[open_.batch.number]
@@ -142,12 +145,12 @@ class Dispatcher:
         """Batches that the ranks must give up: failed somewhere, or raising what is to stay low."""
         desired = self.table.desired_bits
         for open_ in list(self._open.values()):
-            rows, bits = list(open_.batch.rows), np.array(open_.batch.bits)
-            unwanted = not open_.batch.lowers and (desired[rows] < bits).any()
-            if unwanted and not open_.commit_sent:
-                kept = desired[rows].copy()
+            if open_.batch.lowers or open_.commit_sent:
+                continue
+            kept = desired[open_.rows]
+            if (kept < open_.bits).any():
                 self._give_up(open_)
-                self.table.set_desired(rows, kept)
+                self.table.set_desired(open_.rows, kept)
         numbers = tuple(self._given_up)
         self._given_up.clear()
         return numbers
@@ -224,9 +227,9 @@ class Dispatcher:
         bits = self.table.desired_bits[rows]
         batch = Batch(self._next, lowers, tuple(rows.tolist()), tuple(bits.tolist()))
         self._next += 1
-        self._open[batch.number] = _Open(
-            batch, self._begin(lowers)(rows, bits), commit_sent=lowers and self._config.at_once
-        )
+        epochs = self._begin(lowers)(rows, bits)
+        at_once = lowers and self._config.at_once
+        self._open[batch.number] = _Open(batch, rows, bits, epochs, commit_sent=at_once)
         return batch
 
     def _begin(self, lowers: bool) -> Callable[[IntArray, BitsArray], IntArray]:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from pagedweight.core.page_table import Mask, WeightPageTable
 from pagedweight.core.size_table import IntArray
 from pagedweight.errors import Transient
@@ -26,9 +28,12 @@ from pagedweight.runtime.weights import Arrival, WeightMemory
 
 @dataclass
 class _Flight:
-    """A batch on its way. `epochs` are those of its latest `begin_*` in the page table."""
+    """A batch on its way. `epochs` are those of its latest `begin_*` in the page table; rows and
+    bits the batch's, as arrays."""
 
     batch: Batch
+    rows: IntArray
+    bits: IntArray
     stage: Stage = Stage.FAILED
     reason: str = ""
     epochs: IntArray | int = 0
@@ -74,26 +79,28 @@ class Mover:
         """Start the copies that `batch` needs; one that cannot start has failed."""
         if batch.number in self._flights:
             return
-        flight = self._flights[batch.number] = _Flight(batch)
-        refusal = self._refusal(batch)
+        rows, bits = np.array(batch.rows, np.int64), np.array(batch.bits, np.int64)
+        flight = self._flights[batch.number] = _Flight(batch, rows, bits)
+        refusal = self._refusal(flight)
         if refusal:
             flight.reason = refusal
             return
         begin = self.table.begin_lower if batch.lowers else self.table.begin_reload
-        flight.epochs = begin(batch.rows, batch.bits)
+        flight.epochs = begin(rows, bits)
         try:
-            pieces = self.weights.missing(batch.rows, batch.bits)
+            pieces = self.weights.missing(rows, bits)
             flight.arrival = self.weights.bring_in(pieces, urgent=batch.lowers)
         except Transient as error:
             self._roll_back(flight, str(error))
             return
         flight.stage = Stage.COPYING
 
-    def _refusal(self, batch: Batch) -> str:
+    def _refusal(self, flight: _Flight) -> str:
         """Why the batch may not start, in words; empty when it may."""
+        batch = flight.batch
         busy = self.busy_rows.intersection(batch.rows)
         can = self.table.can_lower if batch.lowers else self.table.can_reload
-        if not busy and can(batch.rows, batch.bits).all():
+        if not busy and can(flight.rows, flight.bits).all():
             return ""
         way = "lowered" if batch.lowers else "raised"
         return f"rows that are busy or cannot be {way}, of {len(batch.rows)}: {sorted(busy)[:8]}"
@@ -132,7 +139,7 @@ class Mover:
         self.weights.landed(flight.arrival)
         self.counters.uploaded_bytes += flight.arrival.nbytes
         if not flight.batch.lowers:
-            self._must(self.table.finish_reload(flight.batch.rows, flight.epochs))
+            self._must(self.table.finish_reload(flight.rows, flight.epochs))
         flight.stage = Stage.READY
 
     def _broke_off(self, flight: _Flight, error: Transient) -> None:
@@ -162,12 +169,12 @@ class Mover:
         flight.stage, flight.reason = Stage.FAILED, reason
 
     def _undo_table(self, flight: _Flight) -> None:
-        rows, epochs, table = flight.batch.rows, flight.epochs, self.table
+        rows, epochs, table = flight.rows, flight.epochs, self.table
         if flight.batch.lowers:
             self._must(table.abort_lower(rows, epochs))
         elif flight.stage is Stage.READY:  # the planes are there, and read by nobody
             self._must(table.finish_retire(rows, table.begin_retire(rows)))
-            table.set_desired(rows, table.committed_bits[list(rows)])
+            table.set_desired(rows, table.committed_bits[rows])
         else:
             self._must(table.abort_reload(rows, epochs))
 
@@ -183,11 +190,11 @@ class Mover:
             for number in numbers
             if (flight := self._flights.get(number)) and flight.stage is Stage.READY
         ]
-        rows = [row for flight in ready for row in flight.batch.rows]
-        bits = [level for flight in ready for level in flight.batch.bits]
+        changing = [flight for flight in ready if len(flight.rows)]  # some have none on this rank
         try:
-            if rows:  # a batch may have none on this rank
-                self.weights.commit(rows, bits)
+            if changing:
+                rows = np.concatenate([flight.rows for flight in changing])
+                self.weights.commit(rows, np.concatenate([flight.bits for flight in changing]))
         except Transient:
             self.counters.rolled_back += 1
             return
@@ -195,7 +202,7 @@ class Mover:
             self._committed(flight)
 
     def _committed(self, flight: _Flight) -> None:
-        rows, bits = flight.batch.rows, flight.batch.bits
+        rows, bits = flight.rows, flight.bits
         if flight.batch.lowers:
             self._must(self.table.lower(rows, flight.epochs))
             self.counters.rows_lowered += len(rows)
@@ -220,7 +227,7 @@ class Mover:
         self._guarded(partial(self.weights.reclaim, most))
         for flight in self._flights.values():
             if flight.stage is Stage.COMMITTED and flight.fence and flight.fence.done():
-                self._must(self.table.finish_retire(flight.batch.rows, flight.epochs))
+                self._must(self.table.finish_retire(flight.rows, flight.epochs))
                 flight.stage = Stage.DONE
 
     def _guarded(self, call: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pagedweight.core.geometry import KINDS, MAX_BITS, MIN_BITS
 from pagedweight.core.size_class import SizeClassPages, SlotCounts
@@ -120,12 +120,12 @@ class WeightMemory:
             return self.tier.plane(row, item)
         return self.tier.table(row, item - MAX_BITS + MIN_BITS)
 
-    def missing(self, rows: Sequence[int], bits: Sequence[int]) -> Pieces:
+    def missing(self, rows: ArrayLike, bits: ArrayLike) -> Pieces:
         """Pieces that the device lacks for `rows` to be read at `bits`."""
         picked = np.asarray(rows, np.int64)
         return _numbers(picked, _needed(bits) & (self.slots[picked] == ABSENT))
 
-    def surplus(self, rows: Sequence[int], bits: Sequence[int]) -> Pieces:
+    def surplus(self, rows: ArrayLike, bits: ArrayLike) -> Pieces:
         """Pieces of `rows` on the device that `bits` do not need."""
         picked = np.asarray(rows, np.int64)
         return _numbers(picked, ~_needed(bits) & (self.slots[picked] != ABSENT))
@@ -161,10 +161,10 @@ class WeightMemory:
                 f"bytes and the memory budget leaves {have}: raise the budget or lower the bits"
             )
         for rows in np.split(np.arange(len(bits)), self.tier.index.layers):
-            arrival = self.bring_in(self.missing(rows.tolist(), bits[rows].tolist()))
+            arrival = self.bring_in(self.missing(rows, bits[rows]))
             arrival.copied.wait()
             self.landed(arrival)
-        self.commit(range(len(bits)), bits.tolist())
+        self.commit(np.arange(len(bits)), bits)
 
     def pages_at(self, bits: NDArray[np.int32]) -> int:
         """Pages that rows at `bits` hold, each arena rounded up to whole ones."""
@@ -231,7 +231,7 @@ class WeightMemory:
 
     # -- what kernels read -----------------------------------------------------------------------
 
-    def commit(self, rows: Sequence[int], bits: Sequence[int]) -> None:
+    def commit(self, rows: ArrayLike, bits: ArrayLike) -> None:
         """In order: `rows` are read at `bits`, one write. All their pieces must be there.
 
         Raises Transient; then kernels go on reading what they read before.
@@ -310,7 +310,7 @@ class WeightMemory:
         return out
 
 
-def _needed(bits: Sequence[int]) -> NDArray[np.bool_]:
+def _needed(bits: ArrayLike) -> NDArray[np.bool_]:
     """Items that rows at `bits` need, bool [n, ITEMS]: planes below, and the level's table."""
     levels = np.asarray(bits, np.int64)[:, None]
     items = np.arange(ITEMS)
