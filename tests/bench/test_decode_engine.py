@@ -15,6 +15,7 @@ from pagedweight.serving.options import ServeOptions
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.long
 def test_an_engine_beside_one_that_cannot_start(tmp_path):
     config = small("qwen1.5-moe") | {"max_position_embeddings": 512}
     made = make_checkpoint(config, tmp_path / "model", (3, 4), "cpu")
