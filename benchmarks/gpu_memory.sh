@@ -42,12 +42,11 @@ prepare() {
   [ -e "$small/pagedweight.json" ] || bounded 60 prepare-small python3 tests/serving/gpu_cases.py "$small"
 }
 
-rows=(128 256 512) pages=(12 24) repeats=8
 movement() { # rows of earlier settings stay in the file
   local json=(--json "$results" --add)
   [ -e "$results/movement.json" ] || cp benchmarks/results/movement.json "$results"
   bounded 120 movement python3 -m pagedweight.bench.movement "${json[@]}" \
-    --rows-per-batch "${rows[@]}" --pages-per-step "${pages[@]}" --gib 1 0.25 --repeats "$repeats"
+    --rows-per-batch 128 256 512 --pages-per-step 12 24 --gib 1 0.25 --repeats 8
 }
 
 flags=(--max-model-len 4096 --max-num-seqs 256 --max-num-batched-tokens 4096 --stream-interval 4)

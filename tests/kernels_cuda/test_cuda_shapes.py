@@ -24,7 +24,6 @@ from pagedweight.kernels.cuda.shapes import (
     GroupBuild,
     choose_build,
     choose_group_build,
-    choose_groups,
     choose_token_groups,
     group_table,
     is_few,
@@ -119,6 +118,12 @@ def test_slices_cover_every_token_once(wide):
     assert sum(n for _, n in parts) == 5000
 
 
+def choose_groups(shape, blocks, build, processors, mixed):
+    """What the device takes from the table for so many blocks of tokens (csrc/plan.cuh)."""
+    table = group_table(shape, build, processors, mixed)
+    return next(pair for below, pair in table if blocks < below)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("blocks", [1, 4, 8, 16, 40, 60, 128])
 def test_groups_divide_the_warps_and_long_rows_have_them(blocks, mixed):
@@ -128,8 +133,7 @@ def test_groups_divide_the_warps_and_long_rows_have_them(blocks, mixed):
             assert 0 <= gate <= 2
             assert 0 <= down <= 3
             assert build.warps % (1 << max(gate, down)) == 0
-            if build.block_tokens == 8:
-                assert down <= gate if shape is GEMMA else down >= gate
+            assert down <= gate if shape is GEMMA else down >= gate
     assert choose_groups(MIXTRAL, blocks, Build(16), 132, mixed)[0] >= 1
     assert choose_groups(WIDE, blocks, Build(16), 132, mixed)[1] >= 1
 
@@ -185,9 +189,12 @@ def _over_best(routing: str) -> dict[tuple, float]:
 
 
 def test_groups_are_near_the_best_that_was_measured():
-    """The goal of the tables in shapes.py; before them the worst was 1.15 and the mean 1.03."""
+    """The goal of the tables in shapes.py; before them the worst was 1.15 and the mean 1.03. Beyond
+    64 tokens two mixes want different groups."""
     over = _over_best("uniform")
-    assert len(over) >= 70
+    few = {key: value for key, value in over.items() if key[2] <= 64}
+    assert len(few) >= 70
+    assert max(few.values()) < 1.06, max(few, key=few.get)
     assert max(over.values()) < 1.07, max(over, key=over.get)
     assert geometric_mean(over.values()) < 1.01
 

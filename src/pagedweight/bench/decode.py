@@ -78,14 +78,14 @@ def engine_plan(name: str, layers: int, shape: LayerShape) -> Plan:
         return np.full(size, int(name), np.int8)
     budget = plan_bytes(np.full(size, int(name[-1]), np.int8), shape)
     random = np.random.default_rng(0)
-    shares = SHARES[name]
+    shares, lowest = SHARES[name], min(SHARES[name])
     plan = random.choice(np.int8(list(shares)), size, p=list(shares.values()))
     order = random.permutation(plan.size)
     sizes, flat = block_bytes(shape), plan.reshape(-1)
     excess = plan_bytes(plan, shape) - budget
     for at in order:
         kind, bits = at % 2, flat[at]
-        if excess > 0 and bits > min(shares):
+        if excess > 0 and bits > lowest:
             excess -= int(sizes[kind, bits] - sizes[kind, bits - 1])
             flat[at] -= 1
     return plan

@@ -197,13 +197,13 @@ class Dispatcher:
         rows, none = self._waiting(lowers=False), np.zeros_like(pages)
         if not len(rows):
             return (), none, none
-        room, need = self._room, self._room.to_raise(rows)
+        room = self._room
         fitting = room.fitting_to_raise(rows, pages)
         taken = room.to_raise(fitting)
         batches = self._batches(fitting, False, step)
         if batches:
             return batches, taken, none
-        return (), none, np.maximum(need - pages, 0)
+        return (), none, np.maximum(room.to_raise(rows) - pages, 0)
 
     def _waiting(self, lowers: bool) -> IntArray:
         table = self.table

@@ -124,8 +124,9 @@ class GranuleLedger:
         highest. One with none in use shrinks at once, others drain. Returns how many there were."""
         if count <= 0:
             return 0
-        usable = [granule for granule in self.having(GranuleState.USABLE) if granule]
-        chosen = sorted(usable, key=lambda granule: (parking.in_use(granule), -granule))[:count]
+        chosen = sorted(self._may_go(), key=lambda granule: (parking.in_use(granule), -granule))[
+            :count
+        ]
         for granule in chosen:
             self._set(granule, GranuleState.DRAINING, step)
             self._drain(granule, parking, step)
@@ -139,14 +140,15 @@ class GranuleLedger:
         held = self.having(GranuleState.DRAINING)
         if not held:
             return
-        usable = reversed(self.having(GranuleState.USABLE))
-        empty = [granule for granule in usable if granule and parking.is_empty(granule)]
-        held.sort(key=parking.in_use, reverse=True)
-        for stays, goes in zip(held, empty, strict=False):
-            parking.refill(stays)
-            self._set(stays, GranuleState.USABLE, step)
-            self._set(goes, GranuleState.DRAINING, step)
-            self._drain(goes, parking, step)
+        empty = sum(parking.is_empty(granule) for granule in self._may_go())
+        stay = sorted(held, key=parking.in_use, reverse=True)[:empty]
+        for granule in stay:
+            self._refill(granule, parking, step)
+        self.give_back(len(stay), parking, step)
+
+    def _may_go(self) -> list[int]:
+        """Usable granules that KV may give back: all but the first."""
+        return [granule for granule in self.having(GranuleState.USABLE) if granule]
 
     def _drain(self, granule: int, parking: BlockParking, step: int) -> None:
         if not parking.drain(granule):
@@ -155,8 +157,11 @@ class GranuleLedger:
     def refill(self, parking: BlockParking, step: int) -> None:
         """KV is short: no granule drains any longer, and all their blocks may be handed out."""
         for granule in self.having(GranuleState.DRAINING):
-            parking.refill(granule)
-            self._set(granule, GranuleState.USABLE, step)
+            self._refill(granule, parking, step)
+
+    def _refill(self, granule: int, parking: BlockParking, step: int) -> None:
+        parking.refill(granule)
+        self._set(granule, GranuleState.USABLE, step)
 
     def hear(self, report: WorkerReport, parking: BlockParking) -> None:
         """Granules that all ranks back are unparked; those given back are parked for good."""

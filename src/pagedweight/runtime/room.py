@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from pagedweight.core.geometry import KINDS
 from pagedweight.core.holdings import Holdings
-from pagedweight.core.page_table import WeightPageTable
+from pagedweight.core.page_table import BitsArray, WeightPageTable
 from pagedweight.core.size_class import SizeClassPages
 from pagedweight.core.size_table import IntArray
 
@@ -55,11 +55,13 @@ class Room:
 
     def _gains(self, rows: IntArray) -> IntArray:
         """Slots that each row takes while it comes in, int64 [rows, classes]."""
-        kinds, levels, at = len(KINDS), len(self._table.sizes.levels), np.arange(len(rows))
         old, new = self._table.committed_bits[rows], self._table.desired_bits[rows]
-        gains = np.zeros((len(rows), len(self._pages.slot_bytes)), np.int64)
-        gains[at, rows % kinds] = new - old
-        gains[at, kinds + rows % kinds * levels + new - self._table.sizes.lowest] = 1
+        gains, at = (
+            np.zeros((len(rows), len(self._pages.slot_bytes)), np.int64),
+            np.arange(len(rows)),
+        )
+        gains[at, rows % len(KINDS)] = new - old
+        gains[at, self._class_of_table(rows, new)] = 1
         return gains
 
     def fitting_to_lower(
@@ -85,9 +87,13 @@ class Room:
 
     def _tables(self, rows: IntArray, coming: bool) -> IntArray:
         """Lookup tables that `rows` bring in, or those that they leave behind."""
-        kinds, levels = len(KINDS), len(self._table.sizes.levels)
         bits = (self._table.desired_bits if coming else self._table.committed_bits)[rows]
-        return self._count(rows, kinds + rows % kinds * levels + bits - self._table.sizes.lowest)
+        return self._count(rows, self._class_of_table(rows, bits))
+
+    def _class_of_table(self, rows: IntArray, bits: BitsArray) -> IntArray:
+        """The class (`SizeClassPages`) that the lookup tables of `rows` at `bits` are in."""
+        kinds, sizes = len(KINDS), self._table.sizes
+        return kinds + rows % kinds * len(sizes.levels) + bits - sizes.lowest
 
     def _planes(self, rows: IntArray) -> IntArray:
         """Planes that `rows` gain; negative when they lose some."""

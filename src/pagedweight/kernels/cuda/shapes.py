@@ -244,14 +244,6 @@ def group_table(
     )
 
 
-def choose_groups(
-    shape: LayerShape, blocks: int, build: Build | GroupBuild, processors: int, mixed: bool
-) -> tuple[int, int]:
-    """What the device takes from `group_table` for so many blocks of tokens."""
-    table = group_table(shape, build, processors, mixed)
-    return next((pair for below, pair in table if blocks < below), table[-1][1])
-
-
 MANY = 1 << 30
 """Blocks of tokens that no launch has."""
 

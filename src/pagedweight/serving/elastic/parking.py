@@ -63,18 +63,18 @@ class ParkedBlocks:
 
     def in_use(self, granule: int) -> int:
         """Blocks of a granule that requests hold (the null block counts as held)."""
-        return sum(1 for block in self._blocks(granule) if block.ref_cnt or block.is_null)
+        return sum(_is_held(block) for block in self._blocks(granule))
 
     def is_empty(self, granule: int) -> bool:
         """Whether no request holds a block of a granule; the first that is held answers."""
-        return not any(block.ref_cnt or block.is_null for block in self._blocks(granule))
+        return not any(_is_held(block) for block in self._blocks(granule))
 
     def drain(self, granule: int) -> int:
         """Take the free blocks of a granule out of circulation; how many others there are. With
         none it is parked, as by `park`."""
         blocks = self._left.pop(granule, None) or self._blocks(granule)
-        left = [block for block in blocks if block.ref_cnt or block.is_null]
-        self._take([block for block in blocks if not (block.ref_cnt or block.is_null)])
+        left = [block for block in blocks if _is_held(block)]
+        self._take([block for block in blocks if not _is_held(block)])
         if left:
             self._left[granule] = left
         return len(left)
@@ -98,3 +98,8 @@ class ParkedBlocks:
     def forget_prefixes(self) -> None:
         """Drop every cached prefix: what was computed at other bits is never reused."""
         self._pool.evict_blocks({b.block_id for b in self._pool.blocks if b.block_hash})
+
+
+def _is_held(block: KVCacheBlock) -> bool:
+    """By a request, or as the null block."""
+    return bool(block.ref_cnt or block.is_null)
